@@ -1,0 +1,462 @@
+"""aten -> JAX: a captured FX graph, interpreted with jax.numpy, is one XLA program.
+
+    fn = lower(graph_module)             # flat list of jax arrays -> flat list of jax arrays
+    jax.jit(fn)(*arrays)
+
+Notable features:
+- the table: one aten op, one or two lines of JAX. To add an op, add a line
+- every result is held against the shape that PyTorch gave it, so a wrong line fails while lowering
+- int64 becomes int32 and float64 becomes float32, knowingly: JAX's 64-bit mode would slow the whole
+  program on TPU. A constant that does not fit raises
+- collectives are lax collectives over the mesh axis that their process group stands for
+- each op carries the model's source line into the HLO (profiles and compiler errors name it)
+- imports no sibling: copy it into any project
+"""
+
+import functools
+import os
+import re
+import zlib
+
+# Before jax loads libtpu. On a machine without a TPU, libtpu would ask a metadata server for minutes; these
+# make it a pure compiler. On a TPU host they would break its own detection.
+if not any(f.startswith("accel") for f in os.listdir("/dev")) and not os.path.isdir("/dev/vfio"):
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_WORKER_ID", "0")
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+DTYPES = {
+    torch.float32: jnp.float32, torch.float64: jnp.float32, torch.bfloat16: jnp.bfloat16, torch.float16: jnp.float16,
+    torch.int64: jnp.int32, torch.int32: jnp.int32, torch.int16: jnp.int16, torch.int8: jnp.int8,
+    torch.uint8: jnp.uint8, torch.bool: jnp.bool_,
+}
+
+
+class LoweringError(Exception):
+    """An op that has no lowering; the message names it, the model's line and what to add."""
+
+
+# ---------------------------------------------------------------------------------------------- the table
+
+
+def _axes(dim, ndim):
+    dims = range(ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    return tuple(d % ndim for d in dims) if ndim else ()
+
+
+def _cast(x, dtype):
+    return x if dtype is None else x.astype(DTYPES[dtype])
+
+
+def _reduce(f):
+    def reduce(x, dim=None, keepdim=False, dtype=None):
+        return f(_cast(x, dtype), axis=_axes(dim, x.ndim), keepdims=keepdim)
+    return reduce
+
+
+def _reshape(x, shape):
+    return x.reshape(shape)
+
+
+def _fill(shape, value, dtype):
+    if isinstance(value, int) and dtype == torch.int64 and not -2**31 <= value < 2**31:
+        raise OverflowError(f"constant {value} does not fit int32, in which int64 is computed")
+    return jnp.full(shape, value, DTYPES[dtype or torch.float32])
+
+
+def _slice(x, dim=0, start=None, end=None, step=1):
+    index = [slice(None)] * x.ndim
+    index[dim] = slice(start, end, step)
+    return x[tuple(index)]
+
+
+def _split(x, sizes, dim=0):
+    if isinstance(sizes, int):
+        sizes = [sizes] * -(-x.shape[dim] // sizes)
+    ends = [sum(sizes[:i + 1]) for i in range(len(sizes) - 1)]
+    return jnp.split(x, ends, axis=dim)
+
+
+def _slice_backward(grad, shape, dim, start, end, step):
+    pads = [(0, 0, 0)] * grad.ndim
+    start = min(start if start >= 0 else start + shape[dim], shape[dim])
+    last = start + (grad.shape[dim] - 1) * step + 1
+    pads[dim] = (start, shape[dim] - last, step - 1)
+    return lax.pad(grad, jnp.zeros((), grad.dtype), pads)
+
+
+def _select_backward(grad, shape, dim, index):
+    return _slice_backward(jnp.expand_dims(grad, dim), shape, dim, index, index + 1, 1)
+
+
+def _index(x, indices):
+    return x[tuple(slice(None) if i is None else i for i in indices)]
+
+
+def _index_put(x, indices, values, accumulate=False):
+    at = x.at[tuple(slice(None) if i is None else i for i in indices)]
+    return at.add(values) if accumulate else at.set(values)
+
+
+def _scatter(x, dim, index, values, add=False):
+    where = tuple(index if d == dim % x.ndim else jnp.arange(n).reshape([-1 if e == d else 1 for e in range(x.ndim)])
+                  for d, n in enumerate(index.shape))
+    return x.at[where].add(values) if add else x.at[where].set(values)
+
+
+def _embedding_backward(grad, ids, num_embeddings, padding_idx, scale_by_freq):
+    ids, grad = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
+    return jnp.zeros((num_embeddings, grad.shape[-1]), grad.dtype).at[ids].add(grad)
+
+
+def _topk(x, k, dim=-1, largest=True, sorted=True):
+    x = jnp.moveaxis(x, dim, -1)
+    values, indices = lax.top_k(x if largest else -x, k)
+    values = values if largest else -values
+    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(indices, -1, dim)
+
+
+def _sort(x, dim=-1, descending=False, stable=True):
+    order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
+    return jnp.take_along_axis(x, order, axis=dim), order
+
+
+def _sum_to_softmax(grad, y, dim, dtype):
+    return y * (grad - (grad * y).sum(dim, keepdims=True))
+
+
+def _silu_backward(grad, x):
+    s = jax.nn.sigmoid(x)
+    return grad * s * (1 + x * (1 - s))
+
+
+def _clamp(x, low=None, high=None):
+    return jnp.clip(x, low, high)
+
+
+def _loop(body, carry, xs, consts, reverse):
+    """graph_trainer.loop: body(*carry, *x, *consts) -> (*carry, *y) for each x along dimension 0 of xs."""
+    def step(carry, x):
+        out = body(*carry, *x, *consts)
+        return out[:len(carry)], out[len(carry):]
+    carry, ys = lax.scan(step, list(carry), list(xs), reverse=reverse)
+    return [*carry, *ys]
+
+
+TABLE = {
+    # elementwise
+    "aten.add.Tensor": lambda x, y, alpha=1: x + y if alpha == 1 else x + alpha * y,
+    "aten.sub.Tensor": lambda x, y, alpha=1: x - y if alpha == 1 else x - alpha * y,
+    "aten.rsub.Scalar": lambda x, y, alpha=1: y - x * alpha,
+    "aten.mul.Tensor": lambda x, y: x * y,
+    "aten.div.Tensor": lambda x, y: x / y,
+    "aten.fill.Scalar": lambda x, value: jnp.full_like(x, value),
+    "aten.div.Tensor_mode": lambda x, y, rounding_mode: {
+        "floor": jnp.floor_divide, "trunc": lambda x, y: lax.div(*jnp.broadcast_arrays(x, y))}[rounding_mode](x, y),
+    "aten.floor_divide.default": jnp.floor_divide,
+    "aten.remainder.Scalar": jnp.remainder,
+    "aten.neg.default": jnp.negative,
+    "aten.abs.default": jnp.abs,
+    "aten.sgn.default": jnp.sign,
+    "aten.square.default": jnp.square,
+    "aten.sqrt.default": jnp.sqrt,
+    "aten.rsqrt.default": lax.rsqrt,
+    "aten.reciprocal.default": jnp.reciprocal,
+    "aten.exp.default": jnp.exp,
+    "aten.log.default": jnp.log,
+    "aten.sin.default": jnp.sin,
+    "aten.cos.default": jnp.cos,
+    "aten.tanh.default": jnp.tanh,
+    "aten.sigmoid.default": jax.nn.sigmoid,
+    "aten.silu.default": jax.nn.silu,
+    "aten.pow.Tensor_Scalar": lambda x, y: lax.integer_pow(x, int(y)) if y == int(y) else x ** y,
+    "aten.pow.Tensor_Tensor": jnp.power,
+    "aten.pow.Scalar": jnp.power,
+    "aten.minimum.default": jnp.minimum,
+    "aten.maximum.default": jnp.maximum,
+    "aten.clamp.default": _clamp,
+    "aten.clamp_min.default": jnp.maximum,
+    "aten.clamp_max.default": jnp.minimum,
+    "aten.lerp.Scalar": lambda x, y, w: x + w * (y - x),
+    "aten.where.self": jnp.where,
+    "aten.where.ScalarOther": jnp.where,
+    "aten.masked_fill.Scalar": lambda x, mask, value: jnp.where(mask, value, x),
+    "aten.isfinite.default": jnp.isfinite,
+    "aten.bitwise_and.Tensor": lambda x, y: x & y,
+    "aten.bitwise_or.Tensor": lambda x, y: x | y,
+    "aten.bitwise_not.default": lambda x: ~x,
+    "aten.logical_and.default": jnp.logical_and,
+    "aten.logical_not.default": jnp.logical_not,
+    # shapes
+    "aten.view.default": _reshape,
+    "aten._unsafe_view.default": _reshape,
+    "aten.reshape.default": _reshape,
+    "aten.t.default": jnp.transpose,
+    "aten.transpose.int": jnp.swapaxes,
+    "aten.permute.default": jnp.transpose,
+    "aten.expand.default": lambda x, shape: jnp.broadcast_to(
+        x, [n if n != -1 else x.shape[i - len(shape) + x.ndim] for i, n in enumerate(shape)]),
+    "aten.unsqueeze.default": jnp.expand_dims,
+    "aten.squeeze.default": jnp.squeeze,
+    "aten.squeeze.dim": lambda x, dim: jnp.squeeze(x, dim) if x.shape[dim] == 1 else x,
+    "aten.squeeze.dims": lambda x, dims: jnp.squeeze(x, tuple(d for d in dims if x.shape[d] == 1)),
+    "aten.cat.default": lambda xs, dim=0: jnp.concatenate(xs, dim),
+    "aten.stack.default": lambda xs, dim=0: jnp.stack(xs, dim),
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.unbind.int": lambda x, dim=0: [jnp.squeeze(s, dim) for s in jnp.split(x, x.shape[dim], dim)],
+    "aten.slice.Tensor": _slice,
+    "aten.slice_backward.default": _slice_backward,
+    "aten.select.int": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
+    "aten.select_backward.default": _select_backward,
+    "aten.clone.default": lambda x, memory_format=None: x,
+    "aten.detach.default": lambda x: x,
+    "aten.alias.default": lambda x: x,
+    "aten.lift_fresh_copy.default": lambda x: x,
+    "aten._to_copy.default": lambda x, dtype=None, **layout: _cast(x, dtype),
+    # creation: layout, device and pin_memory mean nothing here
+    "aten.full.default": lambda shape, value, dtype=None, **layout: _fill(shape, value, dtype),
+    "aten.full_like.default": lambda x, value, dtype=None, **layout: jnp.full_like(x, value, dtype and DTYPES[dtype]),
+    "aten.empty_like.default": lambda x, dtype=None, **layout: jnp.empty_like(x, dtype and DTYPES[dtype]),
+    "aten.zeros.default": lambda shape, dtype=None, **layout: _fill(shape, 0, dtype),
+    "aten.ones.default": lambda shape, dtype=None, **layout: _fill(shape, 1, dtype),
+    "aten.zeros_like.default": lambda x, dtype=None, **layout: jnp.zeros_like(x, dtype and DTYPES[dtype]),
+    "aten.ones_like.default": lambda x, dtype=None, **layout: jnp.ones_like(x, dtype and DTYPES[dtype]),
+    "aten.new_zeros.default": lambda x, shape, dtype=None, **layout: jnp.zeros(shape, DTYPES.get(dtype, x.dtype)),
+    "aten.scalar_tensor.default": lambda value, dtype=None, **layout: _fill((), value, dtype),
+    "aten.arange.default": lambda end, dtype=None, **layout: jnp.arange(end, dtype=DTYPES[dtype or torch.int64]),
+    "aten.arange.start": lambda start, end, dtype=None, **layout:
+        jnp.arange(start, end, dtype=DTYPES[dtype or torch.int64]),
+    "aten.arange.start_step": lambda start, end, step=1, dtype=None, **layout:
+        jnp.arange(start, end, step, dtype=DTYPES[dtype or torch.int64]),
+    # matmuls
+    "aten.mm.default": jnp.matmul,
+    "aten.bmm.default": jnp.matmul,
+    "aten.dot.default": jnp.dot,
+    "aten.addmm.default": lambda b, x, y: b + x @ y,
+    # reductions
+    "aten.sum.default": lambda x, dtype=None: _cast(x, dtype).sum(),
+    "aten.sum.dim_IntList": _reduce(jnp.sum),
+    "aten.mean.default": lambda x, dtype=None: _cast(x, dtype).mean(),
+    "aten.mean.dim": _reduce(jnp.mean),
+    "aten.amax.default": _reduce(jnp.max),
+    "aten.argmax.default": lambda x, dim=None, keepdim=False: jnp.argmax(x, dim, keepdims=keepdim),
+    "aten.any.default": jnp.any,
+    "aten.cumsum.default": lambda x, dim, dtype=None: jnp.cumsum(_cast(x, dtype), dim),
+    # indexing
+    "aten.embedding.default": lambda w, ids, *rest: jnp.take(w, ids, axis=0),
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.index.Tensor": _index,
+    "aten.index_put.default": _index_put,
+    "aten.gather.default": lambda x, dim, index: jnp.take_along_axis(x, index, dim),
+    "aten.scatter.src": _scatter,
+    "aten.scatter.value": _scatter,
+    "aten.scatter_add.default": lambda x, dim, index, values: _scatter(x, dim, index, values, add=True),
+    "aten.topk.default": _topk,
+    "aten.sort.default": _sort,
+    "aten.sort.stable": lambda x, stable=True, dim=-1, descending=False: _sort(x, dim, descending),
+    # nn
+    "aten._softmax.default": lambda x, dim, half_to_float: jax.nn.softmax(x, dim),
+    "aten._softmax_backward_data.default": _sum_to_softmax,
+    "aten._log_softmax.default": lambda x, dim, half_to_float: jax.nn.log_softmax(x, dim),
+    "aten._log_softmax_backward_data.default": lambda grad, y, dim, dtype:
+        grad - jnp.exp(y) * grad.sum(dim, keepdims=True),
+    "aten.silu_backward.default": _silu_backward,
+    "aten.sigmoid_backward.default": lambda grad, y: grad * y * (1 - y),
+    "aten.tanh_backward.default": lambda grad, y: grad * (1 - y * y),
+    # control flow
+    "loop": _loop,
+    "<built-in function getitem>": lambda xs, i: xs[i],
+}
+for op, f in {"eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal, "gt": jnp.greater,
+              "ge": jnp.greater_equal}.items():
+    TABLE[f"aten.{op}.Scalar"] = TABLE[f"aten.{op}.Tensor"] = f
+for op in ("add", "sub", "mul", "div"):
+    TABLE[f"aten.{op}.Scalar"] = TABLE[f"aten.{op}.Tensor"]
+
+
+def collectives(axis_of_group):
+    """Lowerings of functional collectives. axis_of_group: {process group's name: mesh axis name}."""
+    reductions = {"sum": lax.psum, "avg": lax.pmean, "max": lax.pmax}
+
+    def reduce_scatter(x, op, size, group):
+        y = lax.psum_scatter(x, axis_of_group[group], tiled=True)
+        return {"sum": y, "avg": y / size}[op]
+
+    return {
+        "_c10d_functional.all_gather_into_tensor.default":
+            lambda x, size, group: lax.all_gather(x, axis_of_group[group], tiled=True),
+        "_c10d_functional.reduce_scatter_tensor.default": reduce_scatter,
+        "_c10d_functional.all_reduce.default": lambda x, op, group: reductions[op](x, axis_of_group[group]),
+        "_c10d_functional.wait_tensor.default": lambda x: x,  # XLA decides when to wait
+    }
+
+
+# ------------------------------------------------------------------------------------------ the interpreter
+
+
+def lower(gm, extra=()):
+    """An FX GraphModule of aten ops -> a function of its flat inputs to its flat outputs, for jax.jit.
+
+    extra: more table entries, {op or its name: JAX function}. Raises LoweringError at once for ops that
+    nobody can lower.
+    """
+    table = TABLE | {str(op): f for op, f in dict(extra).items()}
+    check(gm, table)
+    return lambda *args: interpret(gm, table, args)
+
+
+def check(gm, table):
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and isinstance(value := getattr(gm, node.target), torch.fx.GraphModule):
+            check(value, table)
+        if node.op != "call_function":
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            raise LoweringError(f"in-place op {node.target} at {source(node)}: graph_trainer.functionalize first")
+        if str(node.target) not in table:
+            raise LoweringError(f"no lowering for {node.target} at {source(node)}: add a line "
+                                f"\"{node.target}\": lambda ...: to TABLE in lowering.py")
+
+
+def interpret(gm, table, args):
+    args, env = iter(args), {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(args)
+        elif node.op == "get_attr":
+            value = getattr(gm, node.target)
+            env[node] = constant(value) if isinstance(value, torch.Tensor) else (
+                lambda *xs, body=value: interpret(body, table, xs))
+        elif node.op == "call_function":
+            args_, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            with jax.named_scope(source(node)):
+                env[node] = conform(node, table[str(node.target)](*args_, **kwargs))
+        else:
+            return list(torch.fx.map_arg(node.args[0], env.__getitem__))
+
+
+def conform(node, value):
+    """Holds a result against PyTorch's own: the shape must be equal; the dtype is cast, because the two
+    promote differently (a 0-d fp32 tensor does not widen bf16 in PyTorch, in JAX it does)."""
+    fake = node.meta.get("val")
+    if not isinstance(fake, torch.Tensor):
+        return value
+    if tuple(value.shape) != tuple(fake.shape):
+        raise LoweringError(f"lowering of {node.target} at {source(node)} gave {tuple(value.shape)}, "
+                            f"PyTorch gives {tuple(fake.shape)}")
+    return value.astype(DTYPES[fake.dtype])
+
+
+def constant(tensor):
+    if tensor.dtype == torch.int64 and tensor.numel() and tensor.abs().max() >= 2**31:
+        raise OverflowError("a constant tensor does not fit int32, in which int64 is computed")
+    return jnp.asarray(tensor.detach().numpy(), DTYPES[tensor.dtype])
+
+
+def source(node):
+    """The model's line that made this node, as "file.py:line function"."""
+    frames = re.findall(r'File "(.*?)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+    for path, line, function in reversed(frames):
+        if f"{os.sep}torch{os.sep}" not in path:
+            return f"{os.path.basename(path)}:{line} {function}"
+    return node.name
+
+
+# -------------------------------------------------------------------------------------- mesh, arrays, jit
+
+
+def make_mesh(replicas=1, shards=1, devices=None):
+    """A JAX mesh with the axes of SimpleFSDP's DeviceMesh: ("replicas", "fsdp")."""
+    return jax.make_mesh((replicas, shards), ("replicas", "fsdp"), devices=devices)
+
+
+def partition_spec(p):
+    """A parameter's DTensor placements as a PartitionSpec (of a plain tensor: replicated)."""
+    if not isinstance(p, DTensor):
+        return P()
+    axes = [[] for _ in p.shape]
+    for name, place in zip(p.device_mesh.mesh_dim_names, p.placements):
+        if isinstance(place, Shard):
+            axes[place.dim].append(name)
+    return P(*(tuple(names) or None for names in axes))
+
+
+class Program:
+    """A captured graph as one XLA executable over a mesh: the graph is each device's program.
+
+    in_specs (a tuple), out_specs: PartitionSpecs, nested like the graph's arguments and results. donate: how many of
+    the leading arguments give their memory to the results. Call lower(), compile(), then the program
+    itself with (nested) global jax.Arrays.
+    """
+
+    def __init__(self, graph, mesh, in_specs, out_specs, table=(), donate=0):
+        self.graph, self.mesh = graph, mesh
+        self.specs = tree_flatten(in_specs)[0]
+        fn = lower(graph.gm, table)
+        fn = jax.shard_map(fn, mesh=mesh, in_specs=tuple(self.specs), out_specs=tree_flatten(out_specs)[0],
+                           check_vma=False)
+        donated = len(tree_flatten(in_specs[:donate])[0])
+        self.jitted = jax.jit(fn, donate_argnums=range(donated))
+
+    def lower(self):
+        inputs = [n.meta["val"] for n in self.graph.gm.graph.find_nodes(op="placeholder")]
+        self.lowered = self.jitted.lower(*(self.global_shape(x, s) for x, s in zip(inputs, self.specs)))
+
+    def global_shape(self, x, spec):
+        shape = list(x.shape)
+        for d, names in enumerate(spec):
+            for name in names or ():
+                shape[d] *= self.mesh.shape[name]
+        return jax.ShapeDtypeStruct(shape, DTYPES[x.dtype], sharding=NamedSharding(self.mesh, spec))
+
+    def compile(self):
+        self.executable = self.lowered.compile()
+
+    def __call__(self, *args):
+        return tree_unflatten(self.executable(*tree_flatten(args)[0]), self.graph.out_spec)
+
+
+def initial_state(model, mesh, seed):
+    """The training state as jax.Arrays, each shard made on its own device: {"m", "params", "step", "v"}.
+
+    model.init(name) gives the (mean, std) of a parameter. A weight depends on the seed, its name and its layer
+    only: it is the same on every mesh, and under scan, where layers.0.w, layers.1.w, ... are layers.stack.w.
+    """
+    @functools.partial(jax.jit, static_argnames=("shape", "spec", "stacked"))
+    def draw(keys, mean, std, shape, spec, stacked):
+        x = jax.vmap(lambda key: mean + std * jax.random.normal(key, shape))(keys)
+        return lax.with_sharding_constraint(x if stacked else x[0], NamedSharding(mesh, spec))
+
+    @functools.partial(jax.jit, static_argnames=("shape", "spec"))
+    def zeros(shape, spec):
+        return lax.with_sharding_constraint(jnp.zeros(shape), NamedSharding(mesh, spec))
+
+    params, m, v = {}, {}, {}
+    for name, p in model.named_parameters():
+        spec, shape = partition_spec(p), tuple(p.shape)
+        head, layer, tail = re.fullmatch(r"(?:(.*?)\.(\d+|stack)\.)?(.*)", name).groups()
+        stacked = layer == "stack"
+        layers = range(shape[0]) if stacked else [int(layer or 0)]
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(f"{head}.{tail}".encode()))
+        keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.array(layers))
+        params[name] = draw(keys, *model.init(name), shape[stacked:], spec, stacked)
+        m[name], v[name] = zeros(shape, spec), zeros(shape, spec)
+    step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, P()))
+    return {"m": m, "params": params, "step": step, "v": v}
+
+
+def shard_batch(batch, mesh):
+    """This process's rows {name: (rows, T) numpy} -> global arrays (B, T), rows split over all devices."""
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in sorted(batch.items())}

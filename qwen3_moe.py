@@ -1,0 +1,215 @@
+"""Qwen3 mixture-of-experts in one file: sizes, module, initialization, loss, FLOPs.
+
+    python train.py --model qwen3_moe --scan
+
+Notable features:
+- 128 experts, 8 a token: no loop over experts, no capacity, no dropped token, static shapes. Tokens are
+  sorted by expert, and one grouped matmul does all experts at once (kernels.py)
+- router in fp32, top-k probabilities normalized, load-balancing loss over the whole batch of all devices
+- attention normalizes q and k per head (QK-norm), no bias
+- parameter names are Hugging Face's own, with each layer's experts stacked in one tensor
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from kernels import grouped_matmul, linear_cross_entropy, paired_grouped_matmul, splash_attention
+
+
+@dataclass(frozen=True)
+class Config:
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn: int  # of one expert
+    n_experts: int
+    top_k: int
+    vocab: int
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+    aux_coef: float = 1e-3
+
+
+SIZES = {
+    "debug": Config(6, 256, 4, 2, 64, 256, 8, 2, 256),  # 10.8M parameters, 3.7M active, for bytes
+    "30b-a3b": Config(48, 2048, 32, 4, 128, 768, 128, 8, 151936),
+    "235b-a22b": Config(94, 4096, 64, 4, 128, 1536, 128, 8, 151936),
+}
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+def rope_table(T, head_dim, theta, device):
+    """cos and sin of position × frequency, each (T, head_dim) fp32 (RoFormer, arXiv:2104.09864).
+
+    Positions run on across packed documents: rotary attention only sees differences.
+    """
+    freq = theta ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    angle = torch.arange(T, device=device).float()[:, None] * freq  # (T, head_dim / 2)
+    angle = torch.cat([angle, angle], dim=-1)  # Hugging Face's halves, not interleaved pairs
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):  # x: (B, H, T, head_dim)
+    a, b = x.float().chunk(2, dim=-1)
+    return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(c.dim, c.n_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=False)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
+
+    def forward(self, x, cos, sin, segment_ids):
+        B, T, _ = x.shape
+        q, k, v = (proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, heads, T, head_dim)
+                   for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        y = splash_attention(q, k, v, segment_ids)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class Experts(nn.Module):
+    """All experts' weights, (in, out) each: the grouped matmul reads them as x @ w."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.gate_proj = nn.Parameter(torch.empty(c.n_experts, c.dim, c.ffn))
+        self.up_proj = nn.Parameter(torch.empty(c.n_experts, c.dim, c.ffn))
+        self.down_proj = nn.Parameter(torch.empty(c.n_experts, c.ffn, c.dim))
+
+    def forward(self, x, group_sizes):  # x: (tokens sorted by expert, D); group_sizes: (E,)
+        h = paired_grouped_matmul(x, self.gate_proj, self.up_proj, group_sizes)
+        return grouped_matmul(h, self.down_proj, group_sizes)
+
+
+class MoE(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.n_experts, self.top_k = c.n_experts, c.top_k
+        self.gate = nn.Linear(c.dim, c.n_experts, bias=False)
+        self.experts = Experts(c)
+
+    def forward(self, x, valid):
+        """x: (B, T, D), valid: (B, T) bool -> y: (B, T, D) and the balance statistics of this device's
+        valid tokens: the sum of router probabilities (E,) and the number of tokens sent (E,), both fp32."""
+        B, T, D = x.shape
+        x = x.view(B * T, D)
+        probs = F.linear(x.float(), self.gate.weight.float()).softmax(-1)  # (B*T, E)
+        weight, expert = probs.topk(self.top_k, dim=-1)  # (B*T, k)
+        weight = weight / weight.sum(-1, keepdim=True)
+
+        # Row r of the sorted order is copy order[r] of the (token, choice) pairs: token order[r] // k.
+        order = expert.flatten().argsort(stable=True)  # (B*T*k,)
+        chosen = F.one_hot(expert, self.n_experts)  # (B*T, k, E)
+        group_sizes = chosen.sum((0, 1))  # (E,)
+        y = self.experts(x[order // self.top_k], group_sizes.int())
+        back = order.argsort()  # a gather undoes the sort: cheaper on TPU than a scatter-add
+        y = y[back].view(B * T, self.top_k, D)
+        y = (y * weight[..., None].to(y.dtype)).sum(1)
+
+        valid = valid.reshape(B * T, 1).float()
+        return y.view(B, T, D), (probs * valid).sum(0), (chosen.sum(1) * valid).sum(0)
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.mlp = MoE(c)
+        self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
+
+    def forward(self, x, cos, sin, segment_ids, valid):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, segment_ids)
+        y, prob_sums, counts = self.mlp(self.post_attention_layernorm(x), valid)
+        return x + y, prob_sums, counts
+
+
+class Layers(nn.ModuleList):
+    """The decoder layers in order. `--scan` puts one loop in this place (graph_trainer.ScanLayers)."""
+
+    def forward(self, x, *consts):
+        stats = []
+        for layer in self:
+            x, *stat = layer(x, *consts)
+            stats.append(stat)
+        return x, *(torch.stack(s) for s in zip(*stats))  # each (L, E)
+
+
+class Qwen3MoE(nn.Module):
+    sizes = SIZES
+    keep_fp32 = ("mlp.gate.weight",)  # the router
+
+    def __init__(self, config):
+        super().__init__()
+        c = self.config = config
+        self.embed_tokens = nn.Embedding(c.vocab, c.dim)
+        self.layers = Layers(Block(c) for _ in range(c.n_layers))
+        self.norm = RMSNorm(c.dim, c.norm_eps)
+        self.lm_head = nn.Linear(c.dim, c.vocab, bias=False)
+
+    def init(self, name):
+        """(mean, std) of a parameter's normal initialization: 0.02, residual outputs shrunk by depth (GPT-2)."""
+        if "norm" in name:
+            return 1.0, 0.0
+        residual = name.endswith(("o_proj.weight", "down_proj"))
+        return 0.0, 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
+
+    def forward(self, tokens, segment_ids=None, valid=None):
+        """tokens, segment_ids: (B, T) int; valid: (B, T) bool, which tokens the balance counts (None: all).
+
+        Returns normalized hidden states (B, T, dim) and the balance statistics of MoE.forward, (L, E) each.
+        """
+        c = self.config
+        cos, sin = rope_table(tokens.shape[1], c.head_dim, c.rope_theta, tokens.device)
+        valid = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
+        x, prob_sums, counts = self.layers(self.embed_tokens(tokens), cos, sin, segment_ids, valid)
+        return self.norm(x), prob_sums, counts
+
+    def loss(self, batch, psum=lambda x: x):
+        """This device's share of the mean cross-entropy over the whole batch's valid targets.
+
+        batch: tokens, targets (-100: ignored), segment_ids, each (B, T) int. psum sums a tensor over the
+        devices that share the batch. Returns (loss, auxiliary loss), fp32 scalars that add up over devices.
+
+        The auxiliary loss is Switch Transformer's (arXiv:2101.03961, eq. 4), averaged over layers and
+        over the whole batch: E * sum_e (share of choices that went to e) * (mean probability of e). Only
+        the counts, which carry no gradient, cross devices: the probabilities enter linearly.
+        """
+        c = self.config
+        targets = batch["targets"]
+        x, prob_sums, counts = self(batch["tokens"], batch["segment_ids"], targets >= 0)
+        nll = linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())  # (B * T,) fp32
+        valid = psum((targets >= 0).sum()).clamp(min=1)
+        share = psum(counts) / (valid * c.top_k)  # (L, E), each row sums to 1
+        balance = c.n_experts * (share * (prob_sums / valid)).sum() / c.n_layers  # 1.0 when uniform
+        return nll.sum() / valid, c.aux_coef * balance
+
+    def flops_per_token(self, T):
+        """Forward and backward matmul FLOPs a token: 6 per active weight, plus causal attention's half square."""
+        c = self.config
+        layer = c.dim * c.head_dim * 2 * (c.n_heads + c.n_kv_heads) + 3 * c.dim * c.ffn * c.top_k + c.dim * c.n_experts
+        return 6 * (c.n_layers * layer + c.dim * c.vocab) + 6 * c.n_layers * c.n_heads * c.head_dim * T

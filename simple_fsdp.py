@@ -1,0 +1,116 @@
+"""SimpleFSDP: reading a parameter is an all-gather, its gradient's way back a reduce-scatter.
+
+    fully_shard(model, init_device_mesh("cpu", (8,), mesh_dim_names=("fsdp",)))
+    model(x).sum().backward()                            # that is all; works eagerly, compiled and captured
+
+Notable features:
+- a property per parameter (a DTensor redistribute), no hooks, no flat buffers (arXiv:2411.00284): the
+  collectives are ordinary nodes of the captured graph, and the compiler schedules them
+- state_dict holds the shards: only reading `module.weight` gathers
+- mixed precision on the way: gather in param_dtype, reduce in reduce_dtype, shards stay as they are
+- imports nothing but torch: copy it into any project and run it under torchrun
+"""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+
+def shard_dim(shape, n):
+    """The largest dimension that n divides (the first of equals), or None: the parameter stays replicated.
+
+    Only even shards, because every device must run the same program.
+    """
+    dims = [d for d, size in enumerate(shape) if size % n == 0]
+    return max(dims, key=lambda d: shape[d], default=None)
+
+
+def fully_shard(module, mesh, **precision):
+    """Shards every parameter over a 1-D mesh. precision: see parametrize."""
+    parametrize(module, mesh, lambda shape: [_shard(shape, mesh.size())], **precision)
+
+
+def hybrid_shard(module, mesh, **precision):
+    """2-D mesh (replicas, shards): replicates over the first dimension (slices), shards over the second."""
+    parametrize(module, mesh, lambda shape: [Replicate(), _shard(shape, mesh.size(1))], **precision)
+
+
+def replicate(module, mesh, **precision):
+    """Plain data parallelism: every parameter whole everywhere, gradients all-reduced."""
+    parametrize(module, mesh, lambda shape: [Replicate()] * mesh.ndim, **precision)
+
+
+def cast(module, **precision):
+    """One device: no collectives, a read only casts."""
+    parametrize(module, None, None, **precision)
+
+
+def _shard(shape, n):
+    dim = shard_dim(shape, n)
+    return Replicate() if dim is None else Shard(dim)
+
+
+def parametrize(module, mesh, placements_of, *, param_dtype=None, reduce_dtype=torch.float32,
+                reduce_op="avg", keep_fp32=()):
+    """Makes each parameter of `module` a DTensor and each read of it a gathered, cast, plain tensor.
+
+    mesh: a DeviceMesh; None on a single device. placements_of: shape -> Shard or Replicate per mesh dimension.
+    param_dtype: dtype that is gathered and computed in (None: the parameter's own); reduce_dtype: dtype of
+    the gradient's reduction; reduce_op: "avg" for a loss that is a mean on each device, "sum" for one
+    that is already divided by the whole batch. keep_fp32: name endings that are read uncast.
+    """
+    for prefix, sub in module.named_modules():
+        if not sub._parameters:
+            continue
+        read = {}
+        for name, p in sub._parameters.items():
+            if p is None:
+                continue
+            full_name = f"{prefix}.{name}" if prefix else name
+            dtype = p.dtype if full_name.endswith(tuple(keep_fp32)) else param_dtype or p.dtype
+            if mesh is None:
+                read[name] = _cast(name, dtype)
+                continue
+            placements = placements_of(p.shape)
+            sub._parameters[name] = nn.Parameter(distribute_tensor(p.data, mesh, placements), p.requires_grad)
+            read[name] = _gather(name, mesh, placements, dtype, reduce_dtype, reduce_op)
+        sub.__class__ = type(type(sub).__name__, (type(sub),), read)
+
+
+def _cast(name, dtype):
+    return property(lambda self: self._parameters[name].to(dtype))
+
+
+def _gather(name, mesh, placements, dtype, reduce_dtype, reduce_op):
+    replicated, partial = [Replicate()] * mesh.ndim, [Partial(reduce_op)] * mesh.ndim
+
+    def read(self):
+        p = self._parameters[name]
+        if not isinstance(p, DTensor):  # under capture the state is plain shards: say what they are shards of
+            p = DTensor.from_local(p, mesh, placements, run_check=False)
+        p = p.redistribute(placements=replicated, forward_dtype=dtype, backward_dtype=reduce_dtype)
+        return p.to_local(grad_placements=partial)
+
+    return property(read)
+
+
+def all_sum(x, mesh, dims=None):
+    """Sums a plain tensor over all of the mesh or over the named dimensions. Not differentiable."""
+    for dim in dims or mesh.mesh_dim_names:
+        x = funcol.all_reduce(x, "sum", mesh.get_group(dim))
+    return x
+
+
+def capture_mesh(shards, replicas=1):
+    """A DeviceMesh of devices that are not there, for tracing what one of them does: its process group is
+    torch's fake one, which sends nothing. Dimensions "replicas" (if more than one) and "fsdp"."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards * replicas)
+    if replicas == 1:
+        return init_device_mesh("cpu", (shards,), mesh_dim_names=("fsdp",))
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicas", "fsdp"))

@@ -1,0 +1,281 @@
+"""Train a model on TPU, or on this machine's CPU, through the same captured graph.
+
+    python train.py --model qwen3_moe --scan
+    python train.py --model llama3 --fsdp 8 --devices 8 --steps 20
+
+The story: a plain torch.nn model on the meta device, its layers perhaps in one loop (--scan), its parameters
+perhaps sharded (--fsdp); one captured graph of the whole step; one XLA program; a loop that feeds it.
+
+Flags that TorchTitan TPU spells differently take both spellings.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+
+import lowering  # first: it sets libtpu's environment before jax loads
+
+import jax
+import torch
+from jax.sharding import PartitionSpec as P
+
+import data
+import graph_trainer
+import kernels
+import simple_fsdp
+from llama3 import Llama3
+from qwen3_moe import Qwen3MoE
+
+MODELS = {"llama3": Llama3, "qwen3_moe": Qwen3MoE}
+
+# Peak bf16 FLOP/s of one JAX device, by its device_kind.
+PEAK_FLOPS = {"TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "TPU7x": 1153.5e12}
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be; the message is one line that names the flag, the value and the fix."""
+
+
+# --------------------------------------------------------------------------------------- command line
+
+
+def parse_args(argv):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.error = lambda message: (_ for _ in ()).throw(UsageError(message))
+
+    def positive(kind):
+        def parse(text):
+            value = kind(text)
+            if not 0 < value < math.inf:
+                raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+            return value
+        parse.__name__ = kind.__name__
+        return parse
+
+    g = p.add_argument_group("model")
+    g.add_argument("--model", default="llama3", choices=MODELS)
+    g.add_argument("--size", default="debug", help="a size of the model file (default: debug)")
+    g.add_argument("--layers", type=positive(int), help="override the size's number of layers")
+    g.add_argument("--dtype", choices=["float32", "bfloat16"],
+                   help="compute dtype (default: bfloat16 on TPU, float32 on CPU); weights, moments and loss stay fp32")
+
+    g = p.add_argument_group("data")
+    g.add_argument("--data", metavar="PATH", help="a text file, a folder of text or a .bin of token ids "
+                   "(default: the Python standard library's source, as bytes)")
+    g.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: bytes)")
+    g.add_argument("--seq", type=positive(int), default=256, help="tokens in a row")
+    g.add_argument("--batch", type=positive(int), default=8, help="rows in a step, over all devices")
+
+    g = p.add_argument_group("optimization")
+    g.add_argument("--steps", type=positive(int), default=300)
+    g.add_argument("--lr", type=positive(float), default=1e-3)
+    g.add_argument("--warmup", type=int, default=20, help="steps until the full learning rate; then a cosine to lr/10")
+    g.add_argument("--weight-decay", type=float, default=0.1)
+    g.add_argument("--clip", type=positive(float), default=1.0, help="largest norm of the whole gradient")
+    g.add_argument("--seed", type=int, default=0)
+
+    g = p.add_argument_group("how it runs")
+    g.add_argument("--mode", default="graph", choices=["graph"])
+    g.add_argument("--tpu_config.use_graph_trainer", dest="mode", action="store_const", const="graph", help="--mode graph")
+    g.add_argument("--scan", "--tpu_config.use_scan_layers", dest="scan", action="store_true",
+                   help="one loop over the decoder layers: compile time and program size of one layer")
+    g.add_argument("--fsdp", "--parallelism.use_simple_fsdp", dest="fsdp", type=positive(int), nargs="?", const=0,
+                   metavar="N", help="shard over N devices (without N: all)")
+    g.add_argument("--devices", type=positive(int), metavar="N", help="N virtual CPU devices")
+    for flag, alias, what in [("splash", "splash_attention_kernel.use_splash_attention_kernel", "splash attention"),
+                              ("fused-ce", None, "fused linear cross-entropy"),
+                              ("paired-gmm", "use_pallas_paired_grouped_mm", "the grouped matmuls")]:
+        names = [f"--{flag}"] + [f"--{alias}"] * bool(alias)
+        g.add_argument(*names, dest=flag.replace("-", "_"), action=argparse.BooleanOptionalAction,
+                       help=f"Pallas kernel for {what} (default: on TPU)")
+
+    g = p.add_argument_group("what it shows")
+    g.add_argument("--metrics", metavar="FILE", help="one JSON object a step")
+    g.add_argument("--print-graph", action="store_true", help="print the captured graph and stop")
+    g.add_argument("--print-sharding", action="store_true", help="print where every parameter lies and stop")
+    g.add_argument("--val-batches", type=positive(int), default=8, help="batches of the validation loss at the end")
+    return p.parse_args(argv)
+
+
+# ------------------------------------------------------------------------------------------- set-up
+
+
+def choose_devices(args):
+    """-> the devices to train on. A TPU where JAX sees one, this machine's CPU otherwise."""
+    if args.devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    devices = jax.devices()
+    shards = len(devices) if args.fsdp == 0 else args.fsdp or 1
+    if shards > len(devices):
+        raise UsageError(f"--fsdp {shards}: there are only {len(devices)} devices (--devices {shards} gives virtual ones)")
+    if args.batch % shards:
+        raise UsageError(f"--batch {args.batch} is not divisible by the {shards} devices that share it (--fsdp)")
+    print(f"device: {devices[0].device_kind} ({devices[0].platform}), using {shards} of {len(devices)}")
+    return devices[:shards]
+
+
+def choose_size(args, vocab_size):
+    """-> the model's Config, with --layers and, at debug size, the data's vocabulary."""
+    sizes = MODELS[args.model].sizes
+    if args.size not in sizes:
+        raise UsageError(f"--size {args.size} is not a size of {args.model}: {', '.join(sizes)}")
+    config = sizes[args.size]
+    if args.size == "debug":
+        config = dataclasses.replace(config, vocab=vocab_size)
+    if args.layers:
+        config = dataclasses.replace(config, n_layers=args.layers)
+    return config
+
+
+def build_model(args, config, mesh):
+    """-> the model on the meta device: nothing allocated, sharded over a torch DeviceMesh (None: one device)."""
+    with torch.device("meta"):
+        model = MODELS[args.model](config)
+    precision = dict(param_dtype=getattr(torch, args.dtype), keep_fp32=model.keep_fp32, reduce_op="sum")
+    if mesh is None:
+        simple_fsdp.cast(model, **precision)
+    else:
+        simple_fsdp.fully_shard(model, mesh, **precision)
+    if args.scan:
+        model.layers = graph_trainer.ScanLayers(model.layers)
+    return model
+
+
+def print_sharding(model):
+    for name, p in model.named_parameters():
+        placements = getattr(p, "placements", "whole")
+        print(f"{name:60} {str(tuple(p.shape)):28} {placements}")
+
+
+@contextlib.contextmanager
+def phase(name):
+    """Says that something long runs, every ten seconds that it still does, and how long it took."""
+    start, done = time.perf_counter(), threading.Event()
+
+    def tick():
+        while not done.wait(10):
+            print(f" {time.perf_counter() - start:.0f}", end="", flush=True)
+
+    print(f"{name} ...", end="", flush=True)
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticker.join()
+        print(f" {time.perf_counter() - start:.1f} s", flush=True)
+
+
+# --------------------------------------------------------------------------------------------- training
+
+
+def train(args):
+    if args.metrics and os.path.exists(args.metrics):
+        raise UsageError(f"--metrics {args.metrics} exists: name another file or remove it")
+    devices = choose_devices(args)
+    on_tpu = devices[0].platform == "tpu"
+    args.dtype = args.dtype or ("bfloat16" if on_tpu else "float32")
+
+    dataset = data.load(args.data, args.tokenizer, args.seq, seed=args.seed)
+    config = choose_size(args, dataset.vocab_size)
+    if dataset.vocab_size > config.vocab:
+        raise UsageError(f"--data has token ids up to {dataset.vocab_size - 1}, outside the {config.vocab} of "
+                         f"--model {args.model} --size {args.size}: use another tokenizer or size")
+    mesh = lowering.make_mesh(1, len(devices), devices)
+    device_mesh = simple_fsdp.capture_mesh(len(devices)) if len(devices) > 1 else None
+    model = build_model(args, config, device_mesh)
+    n_params = sum(p.numel() for p in model.parameters())
+    print(f"model: {args.model} {args.size}, {n_params:,} parameters, {args.dtype}; "
+          f"{args.batch} x {args.seq} tokens a step")
+    if args.print_sharding:
+        return print_sharding(model)
+
+    state, batch = graph_trainer.state_spec(model), batch_spec(args, len(devices))
+    psum = (lambda x, dims=None: simple_fsdp.all_sum(x, device_mesh, dims)) if device_mesh else (lambda x, dims=None: x)
+    opt = graph_trainer.AdamW(lr=args.lr, min_lr=args.lr / 10, warmup=args.warmup, steps=args.steps,
+                              weight_decay=args.weight_decay, clip=args.clip)
+    with phase("tracing"):
+        graph = graph_trainer.capture(graph_trainer.train_step(model, opt, psum), state, batch)
+        eval_graph = graph_trainer.capture(graph_trainer.eval_step(model, psum), state["params"], batch)
+    if args.print_graph:
+        return print(graph.readable())
+
+    specs = {name: lowering.partition_spec(p) for name, p in model.named_parameters()}
+    state_specs, batch_specs = {"m": specs, "params": specs, "step": P(), "v": specs}, {k: P(mesh.axis_names) for k in batch}
+    metric_specs = dict.fromkeys(["loss", "aux_loss", "grad_norm", "lr"], P())
+    table = op_table(args, device_mesh, on_tpu)
+    step = lowering.Program(graph, mesh, (state_specs, batch_specs), (state_specs, metric_specs), table, donate=1)
+    evaluate = lowering.Program(eval_graph, mesh, (specs, batch_specs), P(), table)
+    with phase("lowering"):
+        step.lower()
+        evaluate.lower()
+    with phase("compiling"):
+        step.compile()
+        evaluate.compile()
+    state = lowering.initial_state(model, mesh, args.seed)
+
+    flops = model.flops_per_token(args.seq) / len(devices)
+    peak = PEAK_FLOPS.get(devices[0].device_kind)
+    out = open(args.metrics, "x") if args.metrics else contextlib.nullcontext()
+    rates = []
+    with out:
+        for number, state, metrics, seconds in run_steps(step, state, dataset, mesh, args):
+            rate = args.batch * args.seq / seconds
+            rates.append(rate)
+            mfu = flops * rate / peak if peak else None
+            print(f"step {number:5d}  loss {metrics['loss']:.4f}  grad_norm {metrics['grad_norm']:.3f}  "
+                  f"lr {metrics['lr']:.2e}  {rate:,.0f} tokens/s" + (f"  mfu {mfu:.1%}" if mfu else ""))
+            if args.metrics:
+                record = {"step": number, **metrics, "tokens_per_s": rate, "step_s": seconds, "mfu": mfu}
+                print(json.dumps(record), file=out, flush=True)
+            if not all(map(math.isfinite, metrics.values())):
+                raise UsageError(f"step {number}: {metrics} is not finite; lower --lr (got {args.lr}) or raise --warmup")
+
+    losses = [float(evaluate(state["params"], lowering.shard_batch(b, mesh)))
+              for b in dataset.val_batches(args.batch, args.val_batches)]
+    print(f"median {statistics.median(rates):,.0f} tokens/s; validation loss {statistics.mean(losses):.4f} nats a token "
+          f"(token frequencies alone: {dataset.unigram_loss():.4f})")
+
+
+def run_steps(step, state, dataset, mesh, args):
+    """Yields (number from 1, state, metrics as floats, seconds). Runs one step ahead of what it reads, so that
+    the device never waits for the host."""
+    pending, start = None, time.perf_counter()
+    for number in range(1, args.steps + 2):
+        done = pending
+        if number <= args.steps:
+            batch = lowering.shard_batch(dataset.batch(number - 1, args.batch), mesh)
+            state, metrics = step(state, batch)
+            pending = number, metrics
+        if done:
+            metrics = {k: float(v) for k, v in done[1].items()}
+            now = time.perf_counter()
+            yield done[0], state, metrics, now - start
+            start = now
+
+
+def batch_spec(args, n_devices):
+    """One device's rows, as meta tensors, sorted by name as every batch is."""
+    return {name: torch.empty(args.batch // n_devices, args.seq, dtype=torch.int32, device="meta")
+            for name in ("segment_ids", "targets", "tokens")}
+
+
+def main(argv=None):
+    try:
+        train(parse_args(argv))
+    except (UsageError, data.DataError, graph_trainer.CaptureError, lowering.LoweringError) as e:
+        print(f"train.py: error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
