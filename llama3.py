@@ -27,13 +27,13 @@ class Config:
     n_kv_heads: int
     head_dim: int
     ffn: int
-    vocab: int
+    vocab: int | None
     rope_theta: float = 5e5
     norm_eps: float = 1e-5
 
 
 SIZES = {
-    "debug": Config(6, 384, 6, 2, 64, 1024, 256),  # 9.7M parameters, for bytes
+    "debug": Config(6, 384, 6, 2, 64, 1024, None),  # 9.6M parameters; the data's vocabulary
     "8b": Config(32, 4096, 32, 8, 128, 14336, 128256),
     "70b": Config(80, 8192, 64, 8, 128, 28672, 128256),
     "405b": Config(126, 16384, 128, 8, 128, 53248, 128256),

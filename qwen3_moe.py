@@ -30,14 +30,14 @@ class Config:
     ffn: int  # of one expert
     n_experts: int
     top_k: int
-    vocab: int
+    vocab: int | None
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     aux_coef: float = 1e-3
 
 
 SIZES = {
-    "debug": Config(6, 256, 4, 2, 64, 256, 8, 2, 256),  # 10.8M parameters, 3.7M active, for bytes
+    "debug": Config(6, 256, 4, 2, 64, 256, 8, 2, None),  # 10.8M parameters, 3.7M active; the data's vocabulary
     "30b-a3b": Config(48, 2048, 32, 4, 128, 768, 128, 8, 151936),
     "235b-a22b": Config(94, 4096, 64, 4, 128, 1536, 128, 8, 151936),
 }

@@ -89,12 +89,6 @@ def parse_args(argv):
     g.add_argument("--fsdp", "--parallelism.use_simple_fsdp", dest="fsdp", type=positive(int), nargs="?", const=0,
                    metavar="N", help="shard over N devices (without N: all)")
     g.add_argument("--devices", type=positive(int), metavar="N", help="N virtual CPU devices")
-    for flag, alias, what in [("splash", "splash_attention_kernel.use_splash_attention_kernel", "splash attention"),
-                              ("fused-ce", None, "fused linear cross-entropy"),
-                              ("paired-gmm", "use_pallas_paired_grouped_mm", "the grouped matmuls")]:
-        names = [f"--{flag}"] + [f"--{alias}"] * bool(alias)
-        g.add_argument(*names, dest=flag.replace("-", "_"), action=argparse.BooleanOptionalAction,
-                       help=f"Pallas kernel for {what} (default: on TPU)")
 
     g = p.add_argument_group("what it shows")
     g.add_argument("--metrics", metavar="FILE", help="one JSON object a step")
@@ -122,14 +116,12 @@ def choose_devices(args):
     return devices[:shards]
 
 
-def choose_size(args, vocab_size):
-    """-> the model's Config, with --layers and, at debug size, the data's vocabulary."""
+def choose_size(args):
+    """-> the model's Config with --layers. At debug size the vocabulary is None: it will be the data's."""
     sizes = MODELS[args.model].sizes
     if args.size not in sizes:
         raise UsageError(f"--size {args.size} is not a size of {args.model}: {', '.join(sizes)}")
     config = sizes[args.size]
-    if args.size == "debug":
-        config = dataclasses.replace(config, vocab=vocab_size)
     if args.layers:
         config = dataclasses.replace(config, n_layers=args.layers)
     return config
@@ -153,6 +145,28 @@ def print_sharding(model):
     for name, p in model.named_parameters():
         placements = getattr(p, "placements", "whole")
         print(f"{name:60} {str(tuple(p.shape)):28} {placements}")
+
+
+def build_programs(args, model, opt, device_mesh, mesh):
+    """-> the training step, (state, batch) -> (state, metrics), and the evaluation, (params, batch) -> loss,
+    captured: two lowering.Programs to lower and compile."""
+    def psum(x, dims=None):
+        return simple_fsdp.all_sum(x, device_mesh, dims) if device_mesh else x
+
+    rows = args.batch // mesh.size
+    batch = {name: torch.empty(rows, args.seq, dtype=torch.int32, device="meta")
+             for name in ("segment_ids", "targets", "tokens")}
+    state = graph_trainer.state_spec(model)
+    params = {name: lowering.partition_spec(p) for name, p in model.named_parameters()}
+    states, batches = {"m": params, "params": params, "step": P(), "v": params}, {k: P(mesh.axis_names) for k in batch}
+    metrics = dict.fromkeys(["loss", "aux_loss", "grad_norm", "lr"], P())
+    axes = {device_mesh.get_group(name).group_name: name for name in device_mesh.mesh_dim_names} if device_mesh else {}
+    table = kernels.lowerings("reference") | lowering.collectives(axes)
+
+    step = graph_trainer.capture(graph_trainer.train_step(model, opt, psum), state, batch)
+    evaluate = graph_trainer.capture(graph_trainer.eval_step(model, psum), state["params"], batch)
+    return (lowering.Program(step, mesh, (states, batches), (states, metrics), table, donate=1),
+            lowering.Program(evaluate, mesh, (params, batches), P(), table))
 
 
 @contextlib.contextmanager
@@ -182,14 +196,12 @@ def train(args):
     if args.metrics and os.path.exists(args.metrics):
         raise UsageError(f"--metrics {args.metrics} exists: name another file or remove it")
     devices = choose_devices(args)
-    on_tpu = devices[0].platform == "tpu"
-    args.dtype = args.dtype or ("bfloat16" if on_tpu else "float32")
+    args.dtype = args.dtype or ("bfloat16" if devices[0].platform == "tpu" else "float32")
 
-    dataset = data.load(args.data, args.tokenizer, args.seq, seed=args.seed)
-    config = choose_size(args, dataset.vocab_size)
-    if dataset.vocab_size > config.vocab:
-        raise UsageError(f"--data has token ids up to {dataset.vocab_size - 1}, outside the {config.vocab} of "
-                         f"--model {args.model} --size {args.size}: use another tokenizer or size")
+    config = choose_size(args)
+    dataset = data.load(args.data, args.tokenizer, args.seq, vocab_size=config.vocab, seed=args.seed)
+    config = dataclasses.replace(config, vocab=dataset.vocab_size)
+    print(f"data: {dataset}")
     mesh = lowering.make_mesh(1, len(devices), devices)
     device_mesh = simple_fsdp.capture_mesh(len(devices)) if len(devices) > 1 else None
     model = build_model(args, config, device_mesh)
@@ -199,22 +211,12 @@ def train(args):
     if args.print_sharding:
         return print_sharding(model)
 
-    state, batch = graph_trainer.state_spec(model), batch_spec(args, len(devices))
-    psum = (lambda x, dims=None: simple_fsdp.all_sum(x, device_mesh, dims)) if device_mesh else (lambda x, dims=None: x)
     opt = graph_trainer.AdamW(lr=args.lr, min_lr=args.lr / 10, warmup=args.warmup, steps=args.steps,
                               weight_decay=args.weight_decay, clip=args.clip)
     with phase("tracing"):
-        graph = graph_trainer.capture(graph_trainer.train_step(model, opt, psum), state, batch)
-        eval_graph = graph_trainer.capture(graph_trainer.eval_step(model, psum), state["params"], batch)
+        step, evaluate = build_programs(args, model, opt, device_mesh, mesh)
     if args.print_graph:
-        return print(graph.readable())
-
-    specs = {name: lowering.partition_spec(p) for name, p in model.named_parameters()}
-    state_specs, batch_specs = {"m": specs, "params": specs, "step": P(), "v": specs}, {k: P(mesh.axis_names) for k in batch}
-    metric_specs = dict.fromkeys(["loss", "aux_loss", "grad_norm", "lr"], P())
-    table = op_table(args, device_mesh, on_tpu)
-    step = lowering.Program(graph, mesh, (state_specs, batch_specs), (state_specs, metric_specs), table, donate=1)
-    evaluate = lowering.Program(eval_graph, mesh, (specs, batch_specs), P(), table)
+        return print(step.graph.readable())
     with phase("lowering"):
         step.lower()
         evaluate.lower()
@@ -261,12 +263,6 @@ def run_steps(step, state, dataset, mesh, args):
             now = time.perf_counter()
             yield done[0], state, metrics, now - start
             start = now
-
-
-def batch_spec(args, n_devices):
-    """One device's rows, as meta tensors, sorted by name as every batch is."""
-    return {name: torch.empty(args.batch // n_devices, args.seq, dtype=torch.int32, device="meta")
-            for name in ("segment_ids", "targets", "tokens")}
 
 
 def main(argv=None):

@@ -1,0 +1,164 @@
+"""Side-by-side measurements, each in one run: medians and ratios, because machines are shared and noisy.
+
+    python bench.py step --model llama3        # tokens/s: PyTorch eager, torch.compile, ours unrolled, ours with scan
+    python bench.py compile --model llama3     # compile seconds against depth, scan and unrolled
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import statistics
+import sys
+import time
+
+import lowering  # first: it sets libtpu's environment before jax loads
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import data
+import graph_trainer
+import kernels
+import train
+
+
+# ------------------------------------------------------------------- the same training in plain PyTorch
+
+
+def sdpa(q, k, v, segment_ids):
+    mask = kernels.attention_mask(q.shape[2], k.shape[2], segment_ids, causal=True, window=0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def cross_entropy(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight), targets.long(), ignore_index=-100, reduction="none")
+
+
+@contextlib.contextmanager
+def plain_torch(model_class):
+    """Swaps the custom ops in a model's file for what a PyTorch user would write, with autograd's own backward."""
+    module = sys.modules[model_class.__module__]
+    plain = {"splash_attention": sdpa, "linear_cross_entropy": cross_entropy,
+             "grouped_matmul": kernels._gmm, "paired_grouped_matmul": kernels._paired_gmm}
+    old = {name: getattr(module, name) for name in plain if hasattr(module, name)}
+    for name in old:
+        setattr(module, name, plain[name])
+    try:
+        yield
+    finally:
+        for name, op in old.items():
+            setattr(module, name, op)
+
+
+def eager_trainer(model_class, config, params, opt, compile=False):
+    """-> step(batch of numpy) -> loss: autograd, clip_grad_norm_ and torch.optim.AdamW from the same weights.
+
+    params: {name: array}, unstacked. No captured graph, no custom op, no JAX.
+    """
+    model = model_class(config)
+    model.load_state_dict({name: torch.from_numpy(np.array(p)) for name, p in params.items()})
+    groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) == decay],
+               "weight_decay": opt.weight_decay * decay} for decay in (True, False)]
+    adamw = torch.optim.AdamW(groups, lr=opt.lr, betas=opt.betas, eps=opt.eps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        adamw, lambda i: opt.lr_at(torch.tensor(float(i + 1))).item() / opt.lr)
+    loss_fn = torch.compile(model.loss) if compile else model.loss
+
+    def step(batch):
+        with plain_torch(model_class):
+            loss, aux_loss = loss_fn({name: torch.from_numpy(x) for name, x in batch.items()})
+            adamw.zero_grad(set_to_none=True)
+            (loss + aux_loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), opt.clip)
+        adamw.step()
+        schedule.step()
+        return loss.item()
+
+    return step
+
+
+# ---------------------------------------------------------------------------------------------- ours
+
+
+def graph_trainer_step(args, config, opt):
+    """-> (step(batch of numpy) -> loss, initial parameters, seconds to compile)."""
+    mesh = lowering.make_mesh()
+    model = train.build_model(args, config, None)
+    program, _ = train.build_programs(args, model, opt, None, mesh)
+    program.lower()
+    start = time.perf_counter()
+    program.compile()
+    seconds = time.perf_counter() - start
+    state = lowering.initial_state(model, mesh, args.seed)
+    params = {name: np.array(p) for name, p in state["params"].items()}
+
+    def step(batch):
+        nonlocal state
+        state, metrics = program(state, lowering.shard_batch(batch, mesh))
+        return float(metrics["loss"])
+
+    return step, params, seconds
+
+
+def bench_step(args):
+    dataset = data.load(None, seq=args.seq)
+    config = dataclasses.replace(train.choose_size(args), vocab=dataset.vocab_size)
+    opt = graph_trainer.AdamW(steps=1000)
+    model_class = train.MODELS[args.model]
+    unrolled, params, _ = graph_trainer_step(argparse.Namespace(**vars(args) | {"scan": False}), config, opt)
+    scanned, _, _ = graph_trainer_step(argparse.Namespace(**vars(args) | {"scan": True}), config, opt)
+    steps = {"PyTorch eager": eager_trainer(model_class, config, params, opt),
+             "torch.compile": eager_trainer(model_class, config, params, opt, compile=True),
+             "ours, unrolled": unrolled, "ours, scan": scanned}
+
+    losses, seconds = {}, {name: [] for name in steps}
+    for i in range(args.rounds + 2):
+        batch = dataset.batch(i, args.batch)
+        for name, step in steps.items():
+            start = time.perf_counter()
+            losses[name] = step(batch)
+            if i >= 2:  # the first two warm up: torch.compile compiles, pages are touched
+                seconds[name].append(time.perf_counter() - start)
+        first = losses["PyTorch eager"]
+        if any(abs(loss - first) > 1e-4 * abs(first) for loss in losses.values()):
+            sys.exit(f"step {i + 1}: the losses differ: {losses}")
+
+    tokens = args.batch * args.seq
+    median = {name: statistics.median(s) for name, s in seconds.items()}
+    print(f"\n{args.model} {args.size}, {args.batch} x {args.seq} tokens, float32, {args.rounds} interleaved rounds; "
+          f"all four losses agree ({losses['PyTorch eager']:.4f})")
+    for name, s in median.items():
+        print(f"{name:16} {tokens / s:8,.0f} tokens/s   {median['PyTorch eager'] / s:5.2f}x eager")
+
+
+def bench_compile(args):
+    opt = graph_trainer.AdamW()
+    print(f"{args.model} {args.size}, {args.batch} x {args.seq} tokens\n{'layers':>8} {'scan':>8} {'unrolled':>9}   compile seconds")
+    first = None
+    for layers in args.depths:
+        config = dataclasses.replace(train.choose_size(args), n_layers=layers, vocab=257)
+        row = [statistics.median(graph_trainer_step(argparse.Namespace(**vars(args) | {"scan": scan}), config, opt)[2]
+                                 for _ in range(args.rounds)) for scan in (True, False)]
+        first = first or row[0]
+        print(f"{layers:8} {row[0]:8.2f} {row[1]:9.2f}   scan is {row[0] / first:.2f}x that of {args.depths[0]} layers")
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("what", choices=["step", "compile"])
+    p.add_argument("--model", default="llama3", choices=train.MODELS)
+    p.add_argument("--size", default="debug")
+    p.add_argument("--layers", type=int)
+    p.add_argument("--batch", type=int, default=8)
+    p.add_argument("--seq", type=int, default=256)
+    p.add_argument("--rounds", type=int)
+    p.add_argument("--depths", type=int, nargs="+", default=[4, 16, 64], help="numbers of layers (compile)")
+    args = p.parse_args(argv)
+    args.dtype, args.seed, args.fsdp = "float32", 0, None
+    args.rounds = args.rounds or {"step": 11, "compile": 3}[args.what]
+    {"step": bench_step, "compile": bench_compile}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
