@@ -1,7 +1,3 @@
-# NOTE (remove when settled): at 17:34:52 I, the helper whose brief begins "the data.py bullet is your task", overwrote by
-# mistake the uncommitted data.py (10,034 bytes, "segments count from 1 in each row") that someone had just written here.
-# I have no copy. If it is yours and you have it: write it back over this file, it goes first; mine is kept in
-# /tmp/datapy_mine/data.py. I won't write or commit data.py or tests/test_data.py before about 17:50.
 """Tokens for training: text or token ids in, packed (B, T) batches with document ids out.
 
     data = load("corpus/", seq=1024)        # or FILE.txt, FILE.bin; None: Python's own standard library
