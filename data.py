@@ -12,8 +12,8 @@ Notable:
 - A .bin is memory-mapped. Multi-host: `rows` picks this process's rows, and only those are read.
 
 A .bin is headerless little-endian ids: uint16 without document ends, unless FILE.bin.json beside it says
-otherwise, for instance {"dtype": "uint32", "eod": 151643, "vocab_size": 151936}. (`eod` and `vocab_size` given to
-load() go first.) nanoGPT's GPT-2 files are uint16 with eod 50256.
+otherwise: {"dtype": "uint32", "eod": 151643, "vocab_size": 151936}, each key optional. nanoGPT's GPT-2 files are
+uint16 with {"eod": 50256}; Megatron's .bin with a vocabulary above 65,500 is uint32 here.
 
 Validation never depends on the seed: documents whose hash says so (1 in 20, at least one); of a single text
 or a .bin the last 1/20, at most 16M tokens; of a train.bin the val.bin beside it, where there is one.
@@ -57,7 +57,7 @@ class Bytes:
 class Tokenizer:
     """A Hugging Face tokenizer.json. It ends a document with the first of EOD_NAMES that it knows, else eod is None."""
 
-    EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # GPT-2 and Qwen, Llama 3, 2, Gemma, BERT
+    EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2 and Qwen, Llama 3, Llama 2, Gemma
 
     def __init__(self, path):
         import tokenizers
@@ -84,72 +84,78 @@ class Tokenizer:
 # ---- files -> one stream of ids ----------------------------------------------------------------------------------
 
 
-def load(path=None, tokenizer=None, seq=256, vocab_size=None, seed=0, eod=None):
-    """The Dataset at `path` (None: the standard library's sources), in rows of `seq` tokens.
+def load(path=None, tokenizer=None, seq=256, vocab_size=None, seed=0):
+    """The Dataset at `path` (None: the standard library's sources), in rows of `seq` tokens. Raises DataError.
 
-    tokenizer: path of a tokenizer.json; None: bytes. vocab_size: the model's, where it is larger than the data's,
-    and needed for a .bin of more than SCAN ids. eod: end-of-document id. Raises DataError.
+    tokenizer: path of a tokenizer.json (None: bytes). vocab_size: the model's, where it is larger than the data's.
     """
-    for flag, value in (("--seq", seq), ("--vocab-size", vocab_size)):
-        if value is not None and value < 1:
-            raise DataError(f"{flag} {value}: give a positive number")
+    if seq < 1:
+        raise DataError(f"--seq {seq}: give a positive number")
     codec = Tokenizer(tokenizer) if tokenizer else Bytes()
-    path = None if path is None else Path(path)
-    if path is not None and not path.exists():
+    if path is None:
+        return _load_text(f"Python {platform.python_version()} standard library", None, codec, seq, vocab_size, seed)
+    path = Path(path)
+    if not path.exists():
         raise DataError(f"--data {path}: no such file or directory; give a FILE.txt, a DIR of text or a FILE.bin")
-    if path is not None and path.suffix == ".bin" and path.is_file():
-        return _load_bin(path, codec if tokenizer else None, seq, vocab_size, seed, eod)
+    if path.suffix == ".bin" and path.is_file():
+        return _load_bin(path, codec if tokenizer else None, seq, vocab_size, seed)
+    return _load_text(f"--data {path}", path, codec, seq, vocab_size, seed)
 
-    name = f"--data {path}" if path else f"Python {platform.python_version()} standard library"
-    eod = codec.eod if eod is None else eod
-    if eod is None:
-        raise DataError(f"--tokenizer {tokenizer} has none of {', '.join(codec.EOD_NAMES)}: say which id ends a document (eod)")
-    vocab_size = vocab_size or max(codec.vocab_size, eod + 1)
-    dtype = np.uint16 if max(codec.vocab_size, eod + 1) <= 1 << 16 else np.uint32
+
+def _load_text(name, path, codec, seq, vocab_size, seed):
+    if codec.eod is None:
+        raise DataError(f"--tokenizer has no end-of-document token: give one with any of {', '.join(codec.EOD_NAMES)}")
+    dtype = np.uint16 if codec.vocab_size <= 1 << 16 else np.uint32
     documents, hashes = [], []
     for file in _text_files(path):
         text = _read(file)
-        if text:
-            try:
-                documents.append(np.append(codec.encode(text), eod).astype(dtype))
-            except UnicodeDecodeError as e:
-                raise DataError(f"--data {file} is not UTF-8 at byte {e.start}, which --tokenizer needs: convert it, or leave --tokenizer out") from None
-            hashes.append(zlib.crc32(text))
+        if not text:
+            continue
+        try:
+            documents.append(np.append(codec.encode(text), codec.eod).astype(dtype))
+        except UnicodeDecodeError as e:
+            raise DataError(f"--data: {file} is not UTF-8 at byte {e.start}, which --tokenizer needs: "
+                            "convert it, or leave --tokenizer out") from None
+        hashes.append(zlib.crc32(text))
     if not documents:
-        raise DataError(f"{name} holds no text: give a file or directory that does")
+        raise DataError(f"{name} is empty: give a file or directory that holds text")
     if len(documents) == 1:
         train, val = _cut_tail(documents[0], seq, name)
-    else:  # by content, so that copies of a document are on the same side, and a new file moves no other
-        held_out = max(2**32 // 20, min(hashes))
-        train, val = ([d for d, h in zip(documents, hashes) if (h <= held_out) == side] for side in (False, True))
-        train, val = (np.concatenate(part) if part else np.empty(0, dtype) for part in (train, val))
-    data = Dataset(name, train, val, seq, vocab_size, eod, seed, codec)
-    data.check(train, "training text"), data.check(val, "validation text")
-    return data
+    else:  # by content, so that copies of a document are on one side, and a new file moves no other
+        threshold = max(2**32 // 20, min(hashes))
+        train, val = (np.concatenate([d for d, h in zip(documents, hashes) if (h <= threshold) == held_out]
+                                     or [np.empty(0, dtype)]) for held_out in (False, True))
+    dataset = Dataset(name, train, val, seq, vocab_size or codec.vocab_size, codec.eod, seed, codec)
+    dataset.check(train, "the training text")
+    dataset.check(val, "the validation text")
+    return dataset
 
 
-def _load_bin(path, codec, seq, vocab_size, seed, eod):
+def _load_bin(path, codec, seq, vocab_size, seed):
     train, sidecar = _open_bin(path)
     beside = path.with_name("val.bin")
     if path.name == "train.bin" and beside.exists():
-        val, files = _open_bin(beside, sidecar)[0], (path, beside)
+        val, val_name = _open_bin(beside, sidecar)[0], beside
     else:
-        (train, val), files = _cut_tail(train, seq, f"--data {path}"), (path, f"{path} (its tail)")
-    if eod is None:
-        eod = sidecar.get("eod", codec and codec.eod)
+        train, val = _cut_tail(train, seq, f"--data {path}")
+        val_name = f"the validation part ({path} from token {len(train)} on)"
+    eod = sidecar.get("eod", codec and codec.eod)
     vocab_size = vocab_size or sidecar.get("vocab_size") or (codec and codec.vocab_size)
     if vocab_size is None:
         if len(train) > SCAN:
-            raise DataError(f'--data {path} is too long to look for its largest id: write {{"vocab_size": N}} to {path}.json')
+            raise DataError(f'--data {path} is too long to search for its largest id: '
+                            f'write {{"vocab_size": N}} to {path}.json')
         vocab_size = int(max(train.max(), val.max())) + 1
         if vocab_size > 1 << 24:
-            raise DataError(f'--data {path} holds id {vocab_size - 1}, hardly a token: is it uint16? Write {{"dtype": ...}} to {path}.json')
-    data = Dataset(f"--data {path}", train, val, seq, vocab_size, eod, seed, codec)
-    for stream, file in zip((train, val), files):
-        data.check(stream[:SCAN], file)  # beyond, every batch checks its own
+            raise DataError(f'--data {path} holds {vocab_size - 1}, hardly a token id: if it is uint16, '
+                            f'write {{"dtype": "uint16"}} to {path}.json')
+    dataset = Dataset(f"--data {path}", train, val, seq, vocab_size, eod, seed, codec)
+    dataset.check(train[:SCAN], path)  # every batch checks its own ids besides
+    dataset.check(val[:SCAN], val_name)
     if eod is not None and not (train[:SCAN] == eod).any():
-        raise DataError(f"--data {path} never holds its end-of-document id {eod}: give the id it was written with (eod), or none")
-    return data
+        raise DataError(f"--data {path} never holds its end-of-document id {eod}: "
+                        f'write the id that does end its documents to {path}.json as "eod", or null for none')
+    return dataset
 
 
 def _open_bin(path, sidecar=None):
@@ -158,18 +164,24 @@ def _open_bin(path, sidecar=None):
     if note.exists():
         try:
             sidecar = json.loads(_read(note))
-            assert set(sidecar) <= {"dtype", "eod", "vocab_size"}
-            assert sidecar.get("dtype", "uint16") in ("uint16", "uint32")
-            assert all(type(sidecar[k]) is int and sidecar[k] >= 0 for k in ("eod", "vocab_size") if k in sidecar)
-        except (ValueError, TypeError, AssertionError):
-            raise DataError(f'--data {path}: {note} must look like {{"dtype": "uint16" or "uint32", "eod": 50256, "vocab_size": 50257}}') from None
+        except ValueError:
+            sidecar = None
+        valid = {
+            "dtype": lambda v: v in ("uint16", "uint32"),
+            "eod": lambda v: v is None or type(v) is int and v >= 0,
+            "vocab_size": lambda v: type(v) is int and v > 0,
+        }
+        if not (isinstance(sidecar, dict) and all(k in valid and valid[k](v) for k, v in sidecar.items())):
+            raise DataError(f'--data {path}: {note} must look like '
+                            '{"dtype": "uint16" or "uint32", "eod": 50256, "vocab_size": 50257}')
     sidecar = sidecar or {}
     dtype = np.dtype({"uint16": "<u2", "uint32": "<u4"}[sidecar.get("dtype", "uint16")])
     size = path.stat().st_size
     if size == 0:
         raise DataError(f"--data {path} is empty: give a file of token ids")
     if size % dtype.itemsize:
-        raise DataError(f"--data {path} has {size} bytes, not a multiple of {dtype.itemsize} ({dtype.name}): truncated, or {note} must say its dtype")
+        raise DataError(f"--data {path} has {size} bytes, not a multiple of {dtype.name}'s {dtype.itemsize}: "
+                        f"copy it again, or correct its dtype in {note}")
     try:
         ids = np.asarray(np.memmap(path, dtype, "r"))
     except OSError as e:
@@ -177,7 +189,8 @@ def _open_bin(path, sidecar=None):
     head = ids[: 1 << 16]
     # uint32 ids read as uint16 alternate with their high halves, which are next to nothing
     if "dtype" not in sidecar and len(head) > 1 and head[1::2].max() < 16 and head[::2].max() >= 256:
-        raise DataError(f'--data {path} looks like uint32: write {{"dtype": "uint32"}} to {note} (or "uint16", if it is that)')
+        raise DataError(f'--data {path} looks like uint32: write {{"dtype": "uint32"}} to {note} '
+                        '("uint16" if that is what it is)')
     return ids, sidecar
 
 
@@ -194,7 +207,8 @@ def _text_files(path):
     files = []
     for folder, folders, names in os.walk(root, onerror=unreadable):
         folders[:] = sorted(f for f in folders if f not in skip and not f.startswith("."))
-        files += [os.path.join(folder, n) for n in sorted(names) if not n.startswith(".") and (path or n.endswith(".py"))]
+        names = sorted(n for n in names if not n.startswith(".") and (path or n.endswith(".py")))
+        files += [os.path.join(folder, n) for n in names]
     return files
 
 
@@ -203,7 +217,7 @@ def _read(file):
     if suffix == ".bin":
         raise DataError(f"--data: {file} holds token ids, not text: give it by its own name, --data {file}")
     if suffix in NOT_TEXT:
-        raise DataError(f"--data: {file} is not text ({suffix}): convert it to text or to a .bin of ids, or take it out")
+        raise DataError(f"--data: {file} is not text ({suffix}): convert it, or take it out")
     try:
         return Path(file).read_bytes()
     except OSError as e:
@@ -213,7 +227,8 @@ def _read(file):
 def _cut_tail(ids, seq, name):
     """(train, val) of a single stream."""
     if len(ids) < 2 * (seq + 1):
-        raise DataError(f"{name} has {len(ids)} tokens, fewer than two rows of --seq {seq} (one to train on, one to validate): give more text or a smaller --seq")
+        raise DataError(f"{name} has {len(ids)} tokens, fewer than two rows of --seq {seq} plus one "
+                        "(one to train on, one to validate): give more text or a smaller --seq")
     tail = max(seq + 1, min(len(ids) // 20, SAMPLE))
     return ids[:-tail], ids[-tail:]
 
@@ -229,17 +244,17 @@ class Dataset:
         self.vocab_size, self.eod, self.seed = vocab_size, eod, seed
         for ids, part in ((train, "training"), (val, "validation")):
             if len(ids) < seq + 1:
-                raise DataError(f"{name} has {len(ids)} {part} tokens, fewer than one row of --seq {seq}: give more text, a smaller --seq, or one joined FILE.txt")
-        if eod is not None and not 0 <= eod < vocab_size:
-            raise DataError(f"{name}: end-of-document id {eod} is outside the vocabulary of {vocab_size}: give an eod below it")
+                raise DataError(f"{name} has {len(ids)} {part} tokens, fewer than a row of --seq {seq} plus one: "
+                                "give more text, a smaller --seq, or its files joined to one FILE.txt")
 
     def __str__(self):
-        return f"{self.name}: {len(self.train):,} training and {len(self.val):,} validation tokens, vocabulary {self.vocab_size:,}"
+        return (f"{self.name}: {len(self.train):,} training and {len(self.val):,} validation tokens, "
+                f"vocabulary {self.vocab_size:,}")
 
     def batch(self, step, batch, rows=slice(None)):
-        """Training batch of `step`: dict of int32 (B, T) tokens, targets (-100: no loss), segment_ids (0, 1, ... in each row).
+        """Training batch of `step`: int32 (B, T) tokens, targets (-100: no loss), segment_ids (0, 1, ... in each row).
 
-        batch: rows of the global batch; rows: the slice of them to build. Positions are not needed: rotary
+        batch: B of the global batch; rows: the slice of it to build. Positions are not needed: rotary
         attention sees only differences, and segment_ids keep documents apart.
         """
         i = np.arange(step * batch, (step + 1) * batch)[rows]
@@ -254,9 +269,11 @@ class Dataset:
     def unigram_loss(self):
         """Validation loss, in nats a token, of the best model that knows only how frequent each token is in train.
 
-        Counts the targets of at most SAMPLE tokens, evenly spread; add-one smoothing for tokens that train lacks.
+        Counts the targets of at most SAMPLE tokens, evenly spread. Add-one smoothing over the ids that occur at all:
+        over a vocabulary much larger than the data's it would weaken the baseline.
         """
-        train, val = self._count_targets(self.train) + 1, self._count_targets(self.val)
+        train, val = self._count_targets(self.train), self._count_targets(self.val)
+        train, val = (train + 1)[train + val > 0], val[train + val > 0]
         return float(-(val @ np.log(train / train.sum())) / max(val.sum(), 1))
 
     def decode(self, ids):
@@ -264,21 +281,24 @@ class Dataset:
             raise DataError(f"{self.name} holds ids only: give the --tokenizer that made them")
         return self.codec.decode(ids)
 
-    def check(self, ids, where, start=0):
-        """Raises DataError for an id outside the vocabulary. (An embedding lookup on a TPU would clamp it, silently.)"""
-        if ids.size and ids.max() >= self.vocab_size:
+    def check(self, ids, where):
+        """Raises DataError for an id outside the vocabulary: on a TPU an embedding lookup would clamp it, silently."""
+        if ids.max() >= self.vocab_size:
             at = int(np.argmax(ids >= self.vocab_size))
-            raise DataError(f"{self.name}: token id {ids.flat[at]} at position {start + at} of {where} is outside the vocabulary of {self.vocab_size}: use another --size or the --tokenizer that the model was made for")
+            raise DataError(f"{self.name}: id {ids[at]} at token {at} of {where} is outside the vocabulary of "
+                            f"{self.vocab_size}: give a model with a larger one, or the --tokenizer that made this id")
 
     def _windows(self, ids):
-        return (len(ids) - 1) // self.seq  # the last token of a row's targets is the first of the next row
+        return (len(ids) - 1) // self.seq  # a row's last target is the first token of the next row
 
     def _build(self, ids, windows):
-        """Rows `windows` of the stream."""
+        """Rows `windows` (B,) of a stream."""
         T = self.seq
-        for w in windows:
-            self.check(ids[w * T : w * T + T + 1], "the token ids", int(w) * T)
-        x = np.stack([ids[w * T : w * T + T + 1] for w in windows]).astype(np.int32)  # (B, T + 1)
+        x = np.stack([ids[w * T : w * T + T + 1] for w in windows])  # (B, T + 1)
+        if x.max() >= self.vocab_size:
+            row = np.argmax(x.max(axis=1) >= self.vocab_size)
+            self.check(x[row], f"the row that starts at token {windows[row] * T}")
+        x = x.astype(np.int32)
         tokens, targets = x[:, :-1].copy(), x[:, 1:].copy()
         segment_ids = np.zeros_like(tokens)
         if self.eod is not None:
@@ -300,8 +320,8 @@ class Dataset:
 def _shuffle(i, n, seed):
     """Where sample numbers i (int64 array) fall in an endless run of epochs, each a permutation of 0..n-1.
 
-    A Feistel network permutes 0..4^h-1, the next such range that holds n; values that fall outside go round again until inside
-    (cycle walking, Black and Rogaway 2002), which permutes 0..n-1. Less than 4 rounds of walking on average.
+    A Feistel network permutes 0..4^h-1, the smallest such range that holds n; a value that falls outside 0..n-1 goes
+    round again until it is inside (cycle walking, Black and Rogaway 2002): fewer than 4 turns on average.
     """
     i = np.asarray(i, np.int64)
     key = _mix(_mix(np.full(i.shape, seed % 2**64, np.uint64)) + (i // n).astype(np.uint64))  # one per epoch

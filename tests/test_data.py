@@ -15,8 +15,8 @@ def stdlib():
     return load(seq=64)
 
 
-def write_bin(path, ids, dtype="<u2", **sidecar):
-    np.asarray(ids).astype(dtype).tofile(path)
+def write_bin(path, ids, item="<u2", /, **sidecar):
+    np.asarray(ids).astype(item).tofile(path)
     if sidecar:
         path.with_name(path.name + ".json").write_text(json.dumps(sidecar))
     return path
@@ -121,16 +121,13 @@ def test_rows_of_two_hosts_are_the_global_batch_and_only_those_are_read(stdlib, 
     assert same(whole, {k: np.concatenate([h[k] for h in halves]) for k in whole})
 
 
-def test_ten_billion_rows_and_a_million_steps_cost_nothing(tmp_path):
+def test_ten_billion_rows_and_a_million_steps_cost_nothing(tmp_path, monkeypatch):
     path = tmp_path / "huge.bin"
     with open(path, "wb") as f:
-        f.truncate(2 * 10**12)  # a sparse file: one terabyte-sized token stream, no disk
+        f.truncate(2 * 10**12)  # two terabytes of zeros, sparse: no disk
     (tmp_path / "huge.bin.json").write_text('{"vocab_size": 50257, "eod": 0}')
-    data_scan, data.SCAN = data.SCAN, 1 << 20
-    try:
-        d = load(path, seq=100)
-    finally:
-        data.SCAN = data_scan
+    monkeypatch.setattr(data, "SCAN", 1 << 20)
+    d = load(path, seq=100)
     assert d._windows(d.train) > 9.9e9
     assert d.batch(10**6, 8)["tokens"].shape == (8, 100)
     assert len(d.val_batches(8, 3)) == 3
@@ -162,7 +159,7 @@ def test_two_files_are_one_to_train_on_and_one_to_validate(tmp_path):
 
 
 def test_a_single_text_keeps_its_last_twentieth_for_validation(tmp_path):
-    (tmp_path / "f.txt").write_bytes(b"a" * 9499 + b"b" * 500)
+    (tmp_path / "f.txt").write_bytes(b"a" * 9500 + b"b" * 499)
     d = load(tmp_path / "f.txt", seq=16)
     assert len(d.val) == 500 and set(d.train) == {97} and set(d.val) == {98, 256}
 
@@ -178,6 +175,10 @@ def test_validation_batches_hold_each_row_once_before_any_comes_again(tmp_path):
 def test_unigram_loss_is_the_entropy_of_known_frequencies(tmp_path):
     ids = np.random.default_rng(0).choice(4, 200_000, p=[0.5, 0.25, 0.125, 0.125])
     assert load(write_bin(tmp_path / "t.bin", ids), seq=50).unigram_loss() == pytest.approx(1.75 * np.log(2), abs=0.02)
+
+
+def test_a_vocabulary_larger_than_the_datas_leaves_the_unigram_loss_alone(stdlib):
+    assert load(seq=64, vocab_size=128_256).unigram_loss() == stdlib.unigram_loss()
 
 
 def test_unigram_loss_on_python_source_is_what_byte_counts_give(stdlib):
@@ -202,7 +203,7 @@ def test_a_sidecar_gives_dtype_and_end_of_document_and_vocabulary(tmp_path):
     b = d.batch(0, 94)
     assert d.vocab_size == 151_936 and b["tokens"].min() == 100_000
     row = int(np.argmin(b["tokens"][:, 0]))
-    assert b["targets"][row].tolist() == [100_001, 100_002, 100_003, 100_004, 100_005, -100, 100_007, 100_008, 100_009, 100_010]
+    assert b["targets"][row].tolist() == [*range(100_001, 100_006), -100, *range(100_007, 100_011)]
     assert b["segment_ids"][row].tolist() == [0] * 6 + [1] * 4
 
 
