@@ -95,7 +95,7 @@ def graph_trainer_step(args, config, opt):
 
     def step(batch):
         nonlocal state
-        state, metrics = program(state, lowering.shard_batch(batch, mesh))
+        state, metrics = program(state, lowering.shard_batch(lambda rows: batch, (args.batch, args.seq), mesh))
         return float(metrics["loss"])
 
     return step, params, seconds

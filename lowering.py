@@ -20,7 +20,8 @@ import zlib
 
 # Before jax loads libtpu. On a machine without a TPU, libtpu would ask a metadata server for minutes; these
 # make it a pure compiler. On a TPU host they would break its own detection.
-if not any(f.startswith("accel") for f in os.listdir("/dev")) and not os.path.isdir("/dev/vfio"):
+ON_TPU_HOST = any(f.startswith("accel") for f in os.listdir("/dev")) or os.path.isdir("/dev/vfio")
+if not ON_TPU_HOST:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -416,7 +417,7 @@ class Program:
     def global_shape(self, x, spec):
         shape = list(x.shape)
         for d, names in enumerate(spec):
-            for name in names or ():
+            for name in [names] if isinstance(names, str) else names or ():
                 shape[d] *= self.mesh.shape[name]
         return jax.ShapeDtypeStruct(shape, DTYPES[x.dtype], sharding=NamedSharding(self.mesh, spec))
 
@@ -456,7 +457,12 @@ def initial_state(model, mesh, seed):
     return {"m": m, "params": params, "step": step, "v": v}
 
 
-def shard_batch(batch, mesh):
-    """This process's rows {name: (rows, T) numpy} -> global arrays (B, T), rows split over all devices."""
+def shard_batch(rows_of, shape, mesh):
+    """A global batch {name: (B, T) int32 jax.Array}, its rows split over all devices of the mesh.
+
+    rows_of: slice of the B rows -> {name: (rows, T) numpy array}, asked only for the rows of this process's devices.
+    """
     sharding = NamedSharding(mesh, P(mesh.axis_names))
-    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in sorted(batch.items())}
+    read = functools.cache(lambda start, stop: rows_of(slice(start, stop)))
+    return {name: jax.make_array_from_callback(shape, sharding, lambda index, name=name: read(index[0].start, index[0].stop)[name])
+            for name in ("segment_ids", "targets", "tokens")}

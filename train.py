@@ -12,6 +12,7 @@ Flags that TorchTitan TPU spells differently take both spellings.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -88,7 +89,13 @@ def parse_args(argv):
                    help="one loop over the decoder layers: compile time and program size of one layer")
     g.add_argument("--fsdp", "--parallelism.use_simple_fsdp", dest="fsdp", type=positive(int), nargs="?", const=0,
                    metavar="N", help="shard over N devices (without N: all)")
+    g.add_argument("--replicas", type=positive(int), default=1, metavar="R",
+                   help="R replicas (slices) of the --fsdp group: shard within, all-reduce across")
     g.add_argument("--devices", type=positive(int), metavar="N", help="N virtual CPU devices")
+    g.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where several processes train as one "
+                   "(a TPU pod needs none of these three)")
+    g.add_argument("--num-processes", type=positive(int))
+    g.add_argument("--process-id", type=int)
 
     g = p.add_argument_group("what it shows")
     g.add_argument("--metrics", metavar="FILE", help="one JSON object a step")
@@ -102,18 +109,35 @@ def parse_args(argv):
 
 
 def choose_devices(args):
-    """-> the devices to train on. A TPU where JAX sees one, this machine's CPU otherwise."""
+    """-> (mesh of the devices to train on, DeviceMesh to capture for: None for one device). A TPU where JAX sees
+    one, this machine's CPU otherwise."""
     if args.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
+    processes = [args.coordinator, args.num_processes, args.process_id]
+    if any(x is not None for x in processes):
+        if any(x is None for x in processes):
+            raise UsageError("--coordinator, --num-processes and --process-id go together: give all three")
+        if not 0 <= args.process_id < args.num_processes:
+            raise UsageError(f"--process-id {args.process_id} must be 0 to {args.num_processes - 1} (--num-processes)")
+        jax.distributed.initialize(*processes)
+    elif lowering.ON_TPU_HOST:
+        jax.distributed.initialize()  # one process a host: finds the others by itself
     devices = jax.devices()
-    shards = len(devices) if args.fsdp == 0 else args.fsdp or 1
-    if shards > len(devices):
-        raise UsageError(f"--fsdp {shards}: there are only {len(devices)} devices (--devices {shards} gives virtual ones)")
-    if args.batch % shards:
-        raise UsageError(f"--batch {args.batch} is not divisible by the {shards} devices that share it (--fsdp)")
-    print(f"device: {devices[0].device_kind} ({devices[0].platform}), using {shards} of {len(devices)}")
-    return devices[:shards]
+    shards = max(len(devices) // args.replicas, 1) if args.fsdp == 0 else args.fsdp or 1
+    n = shards * args.replicas
+    if n > len(devices):
+        raise UsageError(f"--fsdp {shards} x --replicas {args.replicas} is {n} devices and there are {len(devices)} "
+                         f"(--devices {n} gives virtual ones on the CPU)")
+    if args.batch % n:
+        raise UsageError(f"--batch {args.batch} does not divide over {n} devices (--fsdp {shards} x --replicas "
+                         f"{args.replicas}): make it a multiple of {n}")
+    if n < len(devices) and jax.process_count() > 1:
+        raise UsageError(f"--fsdp {shards} x --replicas {args.replicas} must use all {len(devices)} devices of the "
+                         f"{jax.process_count()} processes")
+    say(f"device: {devices[0].device_kind} ({devices[0].platform}), using {n} of {len(devices)}")
+    device_mesh = simple_fsdp.capture_mesh(shards, args.replicas) if n > 1 else None
+    return lowering.make_mesh(args.replicas, shards, devices[:n]), device_mesh
 
 
 def choose_size(args):
@@ -127,15 +151,17 @@ def choose_size(args):
     return config
 
 
-def build_model(args, config, mesh):
+def build_model(args, config, device_mesh):
     """-> the model on the meta device: nothing allocated, sharded over a torch DeviceMesh (None: one device)."""
     with torch.device("meta"):
         model = MODELS[args.model](config)
     precision = dict(param_dtype=getattr(torch, args.dtype), keep_fp32=model.keep_fp32, reduce_op="sum")
-    if mesh is None:
+    if device_mesh is None:
         simple_fsdp.cast(model, **precision)
+    elif device_mesh.ndim == 1:
+        simple_fsdp.fully_shard(model, device_mesh, **precision)
     else:
-        simple_fsdp.fully_shard(model, mesh, **precision)
+        simple_fsdp.hybrid_shard(model, device_mesh, **precision)
     if args.scan:
         model.layers = graph_trainer.ScanLayers(model.layers)
     return model
@@ -144,7 +170,7 @@ def build_model(args, config, mesh):
 def print_sharding(model):
     for name, p in model.named_parameters():
         placements = getattr(p, "placements", "whole")
-        print(f"{name:60} {str(tuple(p.shape)):28} {placements}")
+        say(f"{name:60} {str(tuple(p.shape)):28} {placements}")
 
 
 def build_programs(args, model, opt, device_mesh, mesh):
@@ -176,9 +202,9 @@ def phase(name):
 
     def tick():
         while not done.wait(10):
-            print(f" {time.perf_counter() - start:.0f}", end="", flush=True)
+            say(f" {time.perf_counter() - start:.0f}", end="")
 
-    print(f"{name} ...", end="", flush=True)
+    say(f"{name} ...", end="")
     ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()
     try:
@@ -186,7 +212,7 @@ def phase(name):
     finally:
         done.set()
         ticker.join()
-        print(f" {time.perf_counter() - start:.1f} s", flush=True)
+        say(f" {time.perf_counter() - start:.1f} s")
 
 
 # --------------------------------------------------------------------------------------------- training
@@ -195,19 +221,17 @@ def phase(name):
 def train(args):
     if args.metrics and os.path.exists(args.metrics):
         raise UsageError(f"--metrics {args.metrics} exists: name another file or remove it")
-    devices = choose_devices(args)
-    args.dtype = args.dtype or ("bfloat16" if devices[0].platform == "tpu" else "float32")
-
+    mesh, device_mesh = choose_devices(args)
+    device = mesh.devices.flat[0]
+    args.dtype = args.dtype or ("bfloat16" if device.platform == "tpu" else "float32")
     config = choose_size(args)
     dataset = data.load(args.data, args.tokenizer, args.seq, vocab_size=config.vocab, seed=args.seed)
     config = dataclasses.replace(config, vocab=dataset.vocab_size)
-    print(f"data: {dataset}")
-    mesh = lowering.make_mesh(1, len(devices), devices)
-    device_mesh = simple_fsdp.capture_mesh(len(devices)) if len(devices) > 1 else None
+    say(f"data: {dataset}")
+
     model = build_model(args, config, device_mesh)
-    n_params = sum(p.numel() for p in model.parameters())
-    print(f"model: {args.model} {args.size}, {n_params:,} parameters, {args.dtype}; "
-          f"{args.batch} x {args.seq} tokens a step")
+    say(f"model: {args.model} {args.size}, {sum(p.numel() for p in model.parameters()):,} parameters, {args.dtype}; "
+        f"{args.batch} x {args.seq} tokens a step")
     if args.print_sharding:
         return print_sharding(model)
 
@@ -225,44 +249,52 @@ def train(args):
         evaluate.compile()
     state = lowering.initial_state(model, mesh, args.seed)
 
-    flops = model.flops_per_token(args.seq) / len(devices)
-    peak = PEAK_FLOPS.get(devices[0].device_kind)
-    out = open(args.metrics, "x") if args.metrics else contextlib.nullcontext()
+    flops = model.flops_per_token(args.seq) / mesh.size
+    peak = PEAK_FLOPS.get(device.device_kind)
+    keeps_metrics = args.metrics and jax.process_index() == 0
+    out = open(args.metrics, "x") if keeps_metrics else contextlib.nullcontext()
     rates = []
     with out:
         for number, state, metrics, seconds in run_steps(step, state, dataset, mesh, args):
             rate = args.batch * args.seq / seconds
             rates.append(rate)
             mfu = flops * rate / peak if peak else None
-            print(f"step {number:5d}  loss {metrics['loss']:.4f}  grad_norm {metrics['grad_norm']:.3f}  "
-                  f"lr {metrics['lr']:.2e}  {rate:,.0f} tokens/s" + (f"  mfu {mfu:.1%}" if mfu else ""))
-            if args.metrics:
+            say(f"step {number:5d}  loss {metrics['loss']:.4f}  grad_norm {metrics['grad_norm']:.3f}  "
+                f"lr {metrics['lr']:.2e}  {rate:,.0f} tokens/s" + (f"  mfu {mfu:.1%}" if mfu else ""))
+            if keeps_metrics:
                 record = {"step": number, **metrics, "tokens_per_s": rate, "step_s": seconds, "mfu": mfu}
                 print(json.dumps(record), file=out, flush=True)
             if not all(map(math.isfinite, metrics.values())):
                 raise UsageError(f"step {number}: {metrics} is not finite; lower --lr (got {args.lr}) or raise --warmup")
 
-    losses = [float(evaluate(state["params"], lowering.shard_batch(b, mesh)))
+    losses = [float(evaluate(state["params"], lowering.shard_batch(lambda rows: {k: x[rows] for k, x in b.items()},
+                                                                   (args.batch, args.seq), mesh)))
               for b in dataset.val_batches(args.batch, args.val_batches)]
-    print(f"median {statistics.median(rates):,.0f} tokens/s; validation loss {statistics.mean(losses):.4f} nats a token "
-          f"(token frequencies alone: {dataset.unigram_loss():.4f})")
+    say(f"median {statistics.median(rates):,.0f} tokens/s; validation loss {statistics.mean(losses):.4f} nats a token "
+        f"(token frequencies alone: {dataset.unigram_loss():.4f})")
 
 
 def run_steps(step, state, dataset, mesh, args):
     """Yields (number from 1, state, metrics as floats, seconds). Runs one step ahead of what it reads, so that
-    the device never waits for the host."""
+    the device never waits for the host; `state` is that of the last step started."""
     pending, start = None, time.perf_counter()
     for number in range(1, args.steps + 2):
         done = pending
         if number <= args.steps:
-            batch = lowering.shard_batch(dataset.batch(number - 1, args.batch), mesh)
-            state, metrics = step(state, batch)
+            rows_of = functools.partial(dataset.batch, number - 1, args.batch)
+            state, metrics = step(state, lowering.shard_batch(rows_of, (args.batch, args.seq), mesh))
             pending = number, metrics
         if done:
             metrics = {k: float(v) for k, v in done[1].items()}
             now = time.perf_counter()
             yield done[0], state, metrics, now - start
             start = now
+
+
+def say(*text, end="\n"):
+    """Prints on one process of many."""
+    if jax.process_index() == 0:
+        print(*text, end=end, flush=True)
 
 
 def main(argv=None):
