@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -379,7 +379,7 @@ def source(node):
 
 def make_mesh(replicas=1, shards=1, devices=None):
     """A JAX mesh with the axes of SimpleFSDP's DeviceMesh: ("replicas", "fsdp")."""
-    return jax.make_mesh((replicas, shards), ("replicas", "fsdp"), devices=devices)
+    return jax.make_mesh((replicas, shards), ("replicas", "fsdp"), devices=devices, axis_types=(AxisType.Auto,) * 2)
 
 
 def partition_spec(p):

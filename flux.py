@@ -1,0 +1,361 @@
+"""FLUX.1 in one file: sizes, the MMDiT, initialization, rectified-flow loss, FLOPs.
+
+    python train.py --model flux --steps 300 --batch 32
+    python sample_flux.py --steps 300 --out shapes.png      # trains on drawn shapes, then draws asked captions
+
+Notable features:
+- 19 double blocks (text and image have their own weights and meet in attention), then 38 single blocks (one
+  stream, attention and MLP side by side); every block is modulated by a vector of time, guidance and CLIP text
+- text and image tokens are one tensor all the way, text first: that is what a scan carries. `--scan` makes two
+  loops, whose shared vector gets the sum of the layers' gradients
+- rectified flow: the noise, the timesteps and the dropped captions come in with the batch (flux_data.py), so
+  the captured step is a pure function and a run is repeatable
+- parameter names are diffusers' FluxTransformer2DModel's own, so weights go in and out by name
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from kernels import splash_attention
+
+
+@dataclass(frozen=True)
+class Config:
+    n_layers: int  # double blocks
+    n_single_layers: int
+    dim: int
+    n_heads: int
+    rope_axes: tuple  # head channels that rotate with (nothing, row, column); their sum is the head dimension
+    channels: int  # of the latents
+    patch: int  # a token is patch × patch latent pixels
+    text_dim: int  # T5
+    pooled_dim: int  # CLIP
+    n_text: int  # text tokens in a row of the data
+    guidance: bool = True  # dev is told its guidance scale; schnell is not
+    mlp_ratio: int = 4
+    rope_theta: float = 1e4
+    norm_eps: float = 1e-6
+
+
+SIZES = {
+    "debug": Config(2, 4, 192, 6, (8, 12, 12), 3, 4, 64, 32, 8),  # 4.7M parameters; pixels, no autoencoder
+    "12b": Config(19, 38, 3072, 24, (16, 56, 56), 16, 2, 4096, 768, 512),  # FLUX.1-dev
+    "12b-schnell": Config(19, 38, 3072, 24, (16, 56, 56), 16, 2, 4096, 768, 256, guidance=False),
+}
+
+
+class Linear(nn.Linear):
+    """Casts its input to its weight's dtype: the batch and the embeddings of time come in fp32."""
+
+    def forward(self, x):
+        weight = self.weight
+        return F.linear(x.to(weight.dtype), weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+def layer_norm(x, eps):
+    """Without scale and shift: those are the modulation's."""
+    h = x.float()
+    h = h - h.mean(-1, keepdim=True)
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class Modulation(nn.Module):
+    """n vectors a sample out of the conditioning vector (AdaLN, arXiv:2212.09748): shifts, scales and gates."""
+
+    def __init__(self, c, n):
+        super().__init__()
+        self.n = n
+        self.linear = Linear(c.dim, n * c.dim)
+
+    def forward(self, vec):  # (B, D) -> n of (B, 1, D)
+        return self.linear(F.silu(vec))[:, None].chunk(self.n, dim=-1)
+
+
+# ------------------------------------------------------------------------------------------------ embeddings
+
+
+def sinusoid(x, dim=256, max_period=1e4):  # (B,) fp32 in 0..1000 -> (B, dim) fp32: cosines, then sines
+    freq = torch.exp(-math.log(max_period) * torch.arange(dim // 2, device=x.device).float() / (dim // 2))
+    angle = x[:, None] * freq
+    return torch.cat([angle.cos(), angle.sin()], dim=-1)
+
+
+class Embedder(nn.Module):
+    def __init__(self, in_dim, dim):
+        super().__init__()
+        self.linear_1 = Linear(in_dim, dim)
+        self.linear_2 = Linear(dim, dim)
+
+    def forward(self, x):
+        return self.linear_2(F.silu(self.linear_1(x)))
+
+
+class TimeTextEmbed(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.timestep_embedder = Embedder(256, c.dim)
+        self.guidance_embedder = Embedder(256, c.dim) if c.guidance else None
+        self.text_embedder = Embedder(c.pooled_dim, c.dim)
+
+    def forward(self, t, guidance, pooled):
+        vec = self.timestep_embedder(sinusoid(1000 * t))
+        if self.guidance_embedder is not None:
+            vec = vec + self.guidance_embedder(sinusoid(1000 * guidance))
+        return vec + self.text_embedder(pooled)  # (B, D)
+
+
+def rope_table(rows, columns, n_text, axes, theta, device):
+    """cos and sin of position × frequency for text, then image tokens row by row: (n_text + rows * columns,
+    head_dim / 2) fp32. A token's position is (0, row, column); text sits at the origin, where nothing turns."""
+    row = torch.arange(rows, device=device).float()[:, None].expand(rows, columns).flatten()
+    column = torch.arange(columns, device=device).float().expand(rows, columns).flatten()
+    angles = []
+    for position, dim in zip((torch.zeros_like(row), row, column), axes):
+        freq = theta ** -(torch.arange(0, dim, 2, device=device).float() / dim)
+        angles.append(position[:, None] * freq)
+    angle = torch.cat(angles, dim=-1)
+    angle = torch.cat([angle.new_zeros(n_text, angle.shape[1]), angle])
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):  # x: (B, H, T, head_dim), neighbouring channels form a pair
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2).to(x.dtype)
+
+
+def patchify(x, p):
+    """(B, C, H, W) -> (B, H/p * W/p, C * p * p), each token channel by channel, as diffusers packs latents."""
+    B, C, H, W = x.shape
+    x = x.view(B, C, H // p, p, W // p, p).permute(0, 2, 4, 1, 3, 5)
+    return x.reshape(B, H // p * (W // p), C * p * p)
+
+
+def unpatchify(x, p, H, W):
+    B, _, C = x.shape
+    x = x.view(B, H // p, W // p, C // p ** 2, p, p).permute(0, 3, 1, 4, 2, 5)
+    return x.reshape(B, C // p ** 2, H, W)
+
+
+# ---------------------------------------------------------------------------------------------------- blocks
+
+
+class Attention(nn.Module):
+    """The projections of one block; with `double`, a second set for the text."""
+
+    def __init__(self, c, double):
+        super().__init__()
+        self.n_heads = c.n_heads
+        self.to_q, self.to_k, self.to_v = (Linear(c.dim, c.dim) for _ in range(3))
+        self.norm_q, self.norm_k = (RMSNorm(c.dim // c.n_heads, c.norm_eps) for _ in range(2))
+        if double:
+            self.add_q_proj, self.add_k_proj, self.add_v_proj = (Linear(c.dim, c.dim) for _ in range(3))
+            self.norm_added_q, self.norm_added_k = (RMSNorm(c.dim // c.n_heads, c.norm_eps) for _ in range(2))
+            self.to_out = nn.ModuleList([Linear(c.dim, c.dim)])
+            self.to_add_out = Linear(c.dim, c.dim)
+
+    def image_qkv(self, x):
+        q, k, v = (self.heads(proj(x)) for proj in (self.to_q, self.to_k, self.to_v))
+        return self.norm_q(q), self.norm_k(k), v
+
+    def text_qkv(self, x):
+        q, k, v = (self.heads(proj(x)) for proj in (self.add_q_proj, self.add_k_proj, self.add_v_proj))
+        return self.norm_added_q(q), self.norm_added_k(k), v
+
+    def heads(self, x):
+        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, heads, T, head_dim)
+
+
+def attend(q, k, v, cos, sin):  # (B, heads, T, head_dim) -> (B, T, D); every token sees every token
+    y = splash_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, causal=False)
+    return y.transpose(1, 2).flatten(2)
+
+
+class GELU(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.proj = Linear(c.dim, c.mlp_ratio * c.dim)
+
+    def forward(self, x):
+        return F.gelu(self.proj(x), approximate="tanh")
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        # diffusers has a dropout at 1: the names are its
+        self.net = nn.ModuleDict({"0": GELU(c), "2": Linear(c.mlp_ratio * c.dim, c.dim)})
+
+    def forward(self, x):
+        return self.net["2"](self.net["0"](x))
+
+
+class DoubleBlock(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.eps = c.norm_eps
+        self.norm1, self.norm1_context = Modulation(c, 6), Modulation(c, 6)
+        self.attn = Attention(c, double=True)
+        self.ff, self.ff_context = MLP(c), MLP(c)
+
+    def forward(self, x, vec, cos, sin, image_mask):
+        """x: (B, T, D), text tokens first; vec: (B, D); cos, sin: (T, head_dim / 2); image_mask: (image tokens,),
+        whose length alone is read: a loop's constants are tensors."""
+        n_image = image_mask.shape[0]
+        text, image = x.split([x.shape[1] - n_image, n_image], dim=1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.norm1(vec)
+        c_shift1, c_scale1, c_gate1, c_shift2, c_scale2, c_gate2 = self.norm1_context(vec)
+
+        qkv = zip(self.attn.text_qkv(layer_norm(text, self.eps) * (1 + c_scale1) + c_shift1),
+                  self.attn.image_qkv(layer_norm(image, self.eps) * (1 + scale1) + shift1))
+        y = attend(*(torch.cat(pair, dim=2) for pair in qkv), cos, sin)
+        y_text, y_image = y.split([text.shape[1], n_image], dim=1)
+
+        image = image + gate1 * self.attn.to_out[0](y_image)
+        image = image + gate2 * self.ff(layer_norm(image, self.eps) * (1 + scale2) + shift2)
+        text = text + c_gate1 * self.attn.to_add_out(y_text)
+        text = text + c_gate2 * self.ff_context(layer_norm(text, self.eps) * (1 + c_scale2) + c_shift2)
+        return torch.cat([text, image], dim=1)
+
+
+class SingleBlock(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.eps = c.norm_eps
+        self.norm = Modulation(c, 3)
+        self.attn = Attention(c, double=False)
+        self.proj_mlp = Linear(c.dim, c.mlp_ratio * c.dim)
+        self.proj_out = Linear((1 + c.mlp_ratio) * c.dim, c.dim)
+
+    def forward(self, x, vec, cos, sin):
+        shift, scale, gate = self.norm(vec)
+        h = layer_norm(x, self.eps) * (1 + scale) + shift
+        y = attend(*self.attn.image_qkv(h), cos, sin)
+        return x + gate * self.proj_out(torch.cat([y, F.gelu(self.proj_mlp(h), approximate="tanh")], dim=-1))
+
+
+class Layers(nn.ModuleList):
+    """Blocks in order. `--scan` puts one loop in this place (graph_trainer.ScanLayers)."""
+
+    def forward(self, x, *consts):
+        for layer in self:
+            x = layer(x, *consts)
+        return x
+
+
+# ----------------------------------------------------------------------------------------------------- model
+
+
+class Flux(nn.Module):
+    sizes = SIZES
+    keep_fp32 = ()
+
+    def __init__(self, config):
+        super().__init__()
+        c = self.config = config
+        self.time_text_embed = TimeTextEmbed(c)
+        self.context_embedder = Linear(c.text_dim, c.dim)
+        self.x_embedder = Linear(c.channels * c.patch ** 2, c.dim)
+        self.transformer_blocks = Layers(DoubleBlock(c) for _ in range(c.n_layers))
+        self.single_transformer_blocks = Layers(SingleBlock(c) for _ in range(c.n_single_layers))
+        self.norm_out = Modulation(c, 2)
+        self.proj_out = Linear(c.dim, c.channels * c.patch ** 2)
+
+    def init(self, name):
+        """(mean, std) of a parameter's normal initialization. Modulations and the last layer start at zero, so
+        every block starts as the identity (AdaLN-Zero, arXiv:2212.09748); the rest keep their input's scale."""
+        owner, _, leaf = name.rpartition(".")
+        if leaf == "bias" or owner.endswith(".linear") or owner == "proj_out":
+            return 0.0, 0.0
+        if "attn.norm" in name:
+            return 1.0, 0.0
+        return 0.0, self.get_submodule(owner)._parameters[leaf].shape[-1] ** -0.5
+
+    def forward(self, latents, text, pooled, t, guidance):
+        """The velocity at time t, of the latents' shape and in fp32.
+
+        latents: (B, C, H, W); text: (B, S, text_dim), T5's; pooled: (B, pooled_dim), CLIP's; t: (B,) from 0 (data)
+        to 1 (noise); guidance: (B,). All floating point.
+        """
+        c = self.config
+        H, W = latents.shape[2:]
+        cos, sin = rope_table(H // c.patch, W // c.patch, text.shape[1], c.rope_axes, c.rope_theta, latents.device)
+        vec = self.time_text_embed(t, guidance, pooled)
+        image = self.x_embedder(patchify(latents, c.patch))
+        n_image = image.shape[1]
+        x = torch.cat([self.context_embedder(text), image], dim=1)  # (B, S + image tokens, D)
+        x = self.transformer_blocks(x, vec, cos, sin, cos.new_ones(n_image))
+        x = self.single_transformer_blocks(x, vec, cos, sin)
+        scale, shift = self.norm_out(vec)
+        x = layer_norm(x[:, -n_image:], c.norm_eps) * (1 + scale) + shift
+        return unpatchify(self.proj_out(x).float(), c.patch, H, W)
+
+    def loss(self, batch, psum=lambda x: x):
+        """This device's share of the mean squared error of the velocity (rectified flow, arXiv:2209.03003).
+
+        batch, fp32: latents and noise (B, C, H, W), t (B,), and text, pooled, guidance as in forward. psum sums a
+        tensor over the devices that share the batch. Returns (loss, auxiliary loss), which add up over devices.
+        """
+        x0, noise, t = batch["latents"], batch["noise"], batch["t"][:, None, None, None]
+        v = self((1 - t) * x0 + t * noise, batch["text"], batch["pooled"], batch["t"], batch["guidance"])
+        rows = psum(torch.ones_like(batch["t"]).sum())
+        loss = (v - (noise - x0)).square().mean((1, 2, 3)).sum() / rows
+        return loss, torch.zeros_like(loss)
+
+    def flops_per_row(self, n_text, n_image):
+        """Forward and backward matmul FLOPs of one sample: 6 per weight and token that passes it, plus attention."""
+        c = self.config
+        T, D = n_text + n_image, c.dim
+        block = (4 + 2 * c.mlp_ratio) * D * D  # a token's weights in either kind of block
+        tokens = (c.n_layers + c.n_single_layers) * (T * block + 2 * T * T * D)
+        tokens += n_text * c.text_dim * D + 2 * n_image * c.channels * c.patch ** 2 * D
+        embed = (256 + D) * D * (1 + c.guidance) + (c.pooled_dim + D) * D
+        vector = embed + (12 * c.n_layers + 3 * c.n_single_layers + 2) * D * D  # once a sample
+        return 6 * (tokens + vector)
+
+    def flops_per_token(self, T):
+        """flops_per_row over its T tokens, of which config.n_text are text."""
+        return self.flops_per_row(self.config.n_text, T - self.config.n_text) / T
+
+
+def sample_times(steps, n_image):
+    """steps + 1 times from 1 (noise) to 0 (data), crowded towards the noise the more image tokens there are: FLUX's
+    shift, exp(mu) / (exp(mu) + 1/t - 1) with mu from 0.5 at 256 tokens to 1.15 at 4,096 (arXiv:2403.03206, 5.3.2)."""
+    mu = 0.5 + (1.15 - 0.5) * (n_image - 256) / (4096 - 256)
+    times = [1 - i / steps for i in range(steps)]
+    return [math.exp(mu) / (math.exp(mu) + 1 / t - 1) for t in times] + [0.0]
+
+
+def euler_step(model):
+    """-> step(params, batch) -> latents one step nearer to the data, to capture.
+
+    batch, fp32: latents (B, C, H, W), text (2B, S, text_dim) and pooled (2B, pooled_dim) of the captions and then of
+    the empty one, t, t_next, guidance and cfg (B,): v = v_empty + cfg * (v_caption - v_empty) (arXiv:2207.12598).
+    """
+    from torch.nn.utils.stateless import _reparametrize_module
+
+    def step(params, batch):
+        x, t = batch["latents"], batch["t"]
+        with torch.no_grad(), _reparametrize_module(model, params):
+            v = model(torch.cat([x, x]), batch["text"], batch["pooled"], torch.cat([t, t]),
+                      torch.cat([batch["guidance"]] * 2))
+        captioned, empty = v.chunk(2)
+        v = empty + batch["cfg"][:, None, None, None] * (captioned - empty)
+        return x + (batch["t_next"] - t)[:, None, None, None] * v
+
+    return step
