@@ -65,7 +65,7 @@ def capture(fn, *args):
         out, out_spec = tree_flatten(fn(*tree_unflatten(flat, in_spec)))
         return out
 
-    with detect_fake_mode() or FakeTensorMode():  # a scan body is captured while the step is
+    with detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True):  # a scan body is captured while the step is
         fakes = [torch.empty(x.shape, dtype=x.dtype) for x in flat]
     gm = trace(flat_fn, fakes)
     outputs = [n.meta["val"] for n in gm.graph.output_node().args[0]]
