@@ -271,6 +271,9 @@ TABLE = {
     "aten._log_softmax.default": lambda x, dim, half_to_float: jax.nn.log_softmax(x, dim),
     "aten._log_softmax_backward_data.default": lambda grad, y, dim, dtype:
         grad - jnp.exp(y) * grad.sum(dim, keepdims=True),
+    "aten.gelu.default": lambda x, approximate="none": jax.nn.gelu(x, approximate == "tanh"),
+    "aten.gelu_backward.default": lambda grad, x, approximate="none":
+        jax.vjp(lambda x: jax.nn.gelu(x, approximate == "tanh"), x)[1](grad)[0],
     "aten.silu_backward.default": _silu_backward,
     "aten.sigmoid_backward.default": lambda grad, y: grad * y * (1 - y),
     "aten.tanh_backward.default": lambda grad, y: grad * (1 - y * y),
