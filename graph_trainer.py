@@ -280,7 +280,8 @@ def loop_proxy(mode, body, *args):
 class ScanLayers(nn.Module):
     """Takes the place of a model's `layers`: one layer whose parameters are stacked, (L, ...) each.
 
-    layer(x, *consts) -> x, or (x, *ys) with ys stacked over layers in the result. consts get no gradient.
+    layer(x, *consts) -> x, or (x, *ys) with ys stacked over layers in the result. A const that requires a gradient
+    gets the sum over layers, accumulated in fp32.
     """
 
     def __init__(self, layers):
@@ -316,31 +317,39 @@ def stack_meta(p, n):
 @dataclass
 class Bodies:
     forward: torch.fx.GraphModule  # (x, *params, *consts) -> (x, *ys, *saved)
-    backward: torch.fx.GraphModule  # (grad_x, *params, *saved, *grad_ys, *consts) -> (grad_x, *grad_params)
+    # (grad_x, *grad_consts, *params, *saved, *grad_ys, *consts) -> (grad_x, *grad_consts, *grad_params)
+    backward: torch.fx.GraphModule
     differentiable: list  # which of (x, *ys) have a gradient
+    learned: list  # which consts need one
 
 
 def trace_bodies(layer, x, params, consts):
     """Traces one layer and its gradient as one graph and cuts that in two: the forward saves the layer's
     input only, the backward recomputes the rest."""
+    learned = [c.requires_grad for c in consts]
     x, params, consts = tree_map(torch.empty_like, (x, [p[0] for p in params], list(consts)))
     inputs = [t.requires_grad_() for t in (x, *params)]
     outs = layer(x, params, consts)
     differentiable = [o.requires_grad for o in outs]
 
-    def joint(x, params, consts, grads):
-        inputs = [t.requires_grad_() for t in (x, *params)]
+    def joint(x, params, consts, grads, sums):
+        wanted = [c for c, needed in zip(consts, learned) if needed]
+        inputs = [t.requires_grad_() for t in (x, *wanted, *params)]
         outs = layer(x, params, consts)
         ends = [o for o, d in zip(outs, differentiable) if d]
-        return outs, torch.autograd.grad(ends, inputs, grads, materialize_grads=True)
+        grad_x, *grads = torch.autograd.grad(ends, inputs, grads, materialize_grads=True)
+        sums = [s + g for s, g in zip(sums, grads)]
+        return outs, [grad_x, *sums, *grads[len(sums):]]
 
-    graph = capture(joint, x, params, consts, [torch.empty_like(o) for o, d in zip(outs, differentiable) if d])
+    graph = capture(joint, x, params, consts, [torch.empty_like(o) for o, d in zip(outs, differentiable) if d],
+                    [torch.empty_like(c, dtype=torch.float32) for c, needed in zip(consts, learned) if needed])
     inputs = graph.gm.graph.find_nodes(op="placeholder")
-    x, params, consts, (grad_x, *grad_ys) = tree_unflatten(inputs, graph.in_spec)
+    x, params, consts, (grad_x, *grad_ys), sums = tree_unflatten(inputs, graph.in_spec)
     outs, grads = tree_unflatten(graph.gm.graph.output_node().args[0], graph.out_spec)
     saved = [x]
     return Bodies(subgraph(graph.gm, [x, *params, *consts], [*outs, *saved]),
-                  subgraph(graph.gm, [grad_x, *params, *saved, *grad_ys, *consts], grads), differentiable)
+                  subgraph(graph.gm, [grad_x, *sums, *params, *saved, *grad_ys, *consts], grads),
+                  differentiable, learned)
 
 
 def subgraph(gm, inputs, outputs):
@@ -377,5 +386,9 @@ class Scan(torch.autograd.Function):
         n = ctx.n_params + ctx.n_saved
         xs, consts = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
         grad_x, *grad_ys = [g for g, d in zip(grads, ctx.bodies.differentiable) if d]
-        grad_x, *grad_params = loop(ctx.bodies.backward, [grad_x], [*xs, *grad_ys], consts, True)
-        return None, None, grad_x, *grad_params, *(None for _ in consts)
+        learned = [c for c, needed in zip(consts, ctx.bodies.learned) if needed]
+        sums = [torch.zeros_like(c, dtype=torch.float32) for c in learned]
+        grad_x, *grads = loop(ctx.bodies.backward, [grad_x, *sums], [*xs, *grad_ys], consts, True)
+        sums = iter([s.to(c.dtype) for s, c in zip(grads, learned)])
+        grad_consts = [next(sums) if needed else None for needed in ctx.bodies.learned]
+        return None, None, grad_x, *grads[len(learned):], *grad_consts
