@@ -1,4 +1,4 @@
-"""Qwen3 mixture-of-experts in one file: sizes, module, initialization, loss, FLOPs.
+"""Qwen3 mixture-of-experts in one file: sizes, module, initialization, loss, FLOPs, Hugging Face names.
 
     python train.py --model qwen3_moe --scan
 
@@ -35,6 +35,36 @@ class Config:
     norm_eps: float = 1e-6
     aux_coef: float = 1e-3
 
+    @classmethod
+    def from_hf(cls, h):
+        """The Config of a config.json. Raises ValueError for what this file does not compute."""
+        # transformers 5 writes rope_parameters, older versions rope_theta and rope_scaling
+        rope = h.get("rope_parameters") or {"rope_theta": h.get("rope_theta", 1e4), **(h.get("rope_scaling") or {})}
+        for key, got, known in [("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
+                                ("hidden_act", h.get("hidden_act", "silu"), "silu"),
+                                ("attention_bias", h.get("attention_bias", False), False),
+                                ("use_sliding_window", h.get("use_sliding_window", False), False),
+                                ("tie_word_embeddings", h.get("tie_word_embeddings", False), False),
+                                ("norm_topk_prob", h.get("norm_topk_prob", False), True),
+                                ("decoder_sparse_step", h.get("decoder_sparse_step", 1), 1),
+                                ("mlp_only_layers", h.get("mlp_only_layers") or [], [])]:
+            if got != known:
+                raise ValueError(f"{key} is {got!r}; qwen3_moe.py knows {known!r}")
+        return cls(h["num_hidden_layers"], h["hidden_size"], h["num_attention_heads"], h["num_key_value_heads"],
+                   h.get("head_dim") or h["hidden_size"] // h["num_attention_heads"], h["moe_intermediate_size"],
+                   h["num_experts"], h["num_experts_per_tok"], h["vocab_size"], rope["rope_theta"], h["rms_norm_eps"],
+                   h.get("router_aux_loss_coef", 1e-3))
+
+    def to_hf(self):
+        """config.json, as transformers 4 and 5 both read it."""
+        return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu",
+                "num_hidden_layers": self.n_layers, "hidden_size": self.dim, "num_attention_heads": self.n_heads,
+                "num_key_value_heads": self.n_kv_heads, "head_dim": self.head_dim, "moe_intermediate_size": self.ffn,
+                "intermediate_size": self.ffn, "num_experts": self.n_experts, "num_experts_per_tok": self.top_k,
+                "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": self.vocab,
+                "rope_theta": self.rope_theta, "rms_norm_eps": self.norm_eps, "tie_word_embeddings": False,
+                "router_aux_loss_coef": self.aux_coef, "max_position_embeddings": 40960}
+
 
 SIZES = {
     "debug": Config(6, 256, 4, 2, 64, 256, 8, 2, None),  # 10.8M parameters, 3.7M active; the data's vocabulary
@@ -55,13 +85,13 @@ class RMSNorm(nn.Module):
         return self.weight * h.to(x.dtype)
 
 
-def rope_table(T, head_dim, theta, device):
+def rope_table(positions, head_dim, theta):
     """cos and sin of position × frequency, each (T, head_dim) fp32 (RoFormer, arXiv:2104.09864).
 
-    Positions run on across packed documents: rotary attention only sees differences.
+    positions: (T,) int. They run on across packed documents: rotary attention only sees differences.
     """
-    freq = theta ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-    angle = torch.arange(T, device=device).float()[:, None] * freq  # (T, head_dim / 2)
+    freq = theta ** -(torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    angle = positions.float()[:, None] * freq  # (T, head_dim / 2)
     angle = torch.cat([angle, angle], dim=-1)  # Hugging Face's halves, not interleaved pairs
     return angle.cos(), angle.sin()
 
@@ -160,8 +190,10 @@ class Layers(nn.ModuleList):
 
 
 class Qwen3MoE(nn.Module):
-    sizes = SIZES
+    sizes, Config = SIZES, Config
     keep_fp32 = ("mlp.gate.weight",)  # the router
+    hf_type = "qwen3_moe"  # model_type of config.json
+    hf_ignored = ()
 
     def __init__(self, config):
         super().__init__()
@@ -178,16 +210,22 @@ class Qwen3MoE(nn.Module):
         residual = name.endswith(("o_proj.weight", "down_proj"))
         return 0.0, 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
 
-    def forward(self, tokens, segment_ids=None, valid=None):
-        """tokens, segment_ids: (B, T) int; valid: (B, T) bool, which tokens the balance counts (None: all).
+    def forward(self, tokens, segment_ids=None, positions=None, valid=None):
+        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None; valid: (B, T) bool, which tokens
+        the balance counts (None: all).
 
         Returns normalized hidden states (B, T, dim) and the balance statistics of MoE.forward, (L, E) each.
         """
         c = self.config
-        cos, sin = rope_table(tokens.shape[1], c.head_dim, c.rope_theta, tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        cos, sin = rope_table(positions, c.head_dim, c.rope_theta)
         valid = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
         x, prob_sums, counts = self.layers(self.embed_tokens(tokens), cos, sin, segment_ids, valid)
         return self.norm(x), prob_sums, counts
+
+    def logits(self, x):
+        """Hidden states (..., dim) -> logits (..., vocab) fp32, for sampling; the loss never makes them."""
+        return x.float() @ self.lm_head.weight.float().T
 
     def loss(self, batch, psum=lambda x: x):
         """This device's share of the mean cross-entropy over the whole batch's valid targets.
@@ -201,7 +239,7 @@ class Qwen3MoE(nn.Module):
         """
         c = self.config
         targets = batch["targets"]
-        x, prob_sums, counts = self(batch["tokens"], batch["segment_ids"], targets >= 0)
+        x, prob_sums, counts = self(batch["tokens"], batch["segment_ids"], valid=targets >= 0)
         nll = linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())  # (B * T,) fp32
         valid = psum((targets >= 0).sum()).clamp(min=1)
         share = psum(counts) / (valid * c.top_k)  # (L, E), each row sums to 1
@@ -213,3 +251,11 @@ class Qwen3MoE(nn.Module):
         c = self.config
         layer = c.dim * c.head_dim * 2 * (c.n_heads + c.n_kv_heads) + 3 * c.dim * c.ffn * c.top_k + c.dim * c.n_experts
         return 6 * (c.n_layers * layer + c.dim * c.vocab) + 6 * c.n_layers * c.n_heads * c.head_dim * T
+
+    @staticmethod
+    def hf_name(name):
+        """Parameter `name` in Hugging Face's files: (its name there, whether its matrix is stored transposed).
+        A {} in the name counts along the parameter's first dimension: every expert is a tensor of its own."""
+        if ".experts." in name:
+            return f"model.{name}.weight".replace(".experts.", ".experts.{}."), True
+        return name if name == "lm_head.weight" else f"model.{name}", False
