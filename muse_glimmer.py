@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from kernels import linear_cross_entropy, splash_attention
 
 
-PERIOD = 4  # layers of a group; only its last one is global
+PERIOD = 4  # every fourth layer, counted back from the last, is global
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,20 @@ class Config:
     vocab: int | None
     window: int  # keys that a local layer's query sees, itself among them
     output_multiplier: float = 0.19611613513818404  # 1 / sqrt(dim / 256) of the 30b
-    query_scale: float = 43.7840518911  # over sqrt(head_dim): 3.87, besides attention's own 1 / sqrt(head_dim)
+    query_scale: float = 43.7840518911 / 128**0.5  # of normalized queries, besides attention's own 1 / sqrt(head_dim)
     softcap: float = 20.0
     rope_theta: float = 5e5
     norm_eps: float = 1e-5
     post_norm_eps: float = 1e-8
 
     def __post_init__(self):
-        if self.n_layers % PERIOD:
-            raise ValueError(f"Muse Glimmer's layers come in groups of {PERIOD}: {self.n_layers} is not a multiple")
+        if self.n_layers % self.period:
+            raise ValueError(f"Muse Glimmer's layers come in groups of {PERIOD}: {self.n_layers} is no multiple of it")
+
+    @property
+    def period(self):
+        """Layers in a group."""
+        return min(PERIOD, self.n_layers)
 
     @classmethod
     def from_hf(cls, h):
@@ -51,19 +56,20 @@ class Config:
         h = h.get("text_config", h)
         rope = h["rope_parameters"]
         theta = rope["rope_theta"]
-        groups = h["num_hidden_layers"] // PERIOD
+        n, last = h["num_hidden_layers"], h["num_hidden_layers"] - 1
+        is_global = [(last - i) % PERIOD == 0 for i in range(n)]
         for key, got, known in [
                 ("rope_type", rope.get("rope_type", "default"), "default"),
                 ("hidden_activation", h.get("hidden_activation", "silu"), "silu"),
                 ("attention_bias", h.get("attention_bias", False), False),
                 ("tie_word_embeddings", h.get("tie_word_embeddings", False), False),
-                ("layer_types", h.get("layer_types"), (["sliding_attention"] * 3 + ["full_attention"]) * groups),
-                ("layer_rope_theta", h.get("layer_rope_theta"), [theta, theta, theta, 0] * groups)]:
+                ("layer_types", h.get("layer_types"), [("sliding_attention", "full_attention")[g] for g in is_global]),
+                ("layer_rope_theta", h.get("layer_rope_theta"), [0 if g else theta for g in is_global])]:
             if got is not None and got != known:
                 raise ValueError(f"{key} is {got!r}; muse_glimmer.py knows {known!r}")
-        return cls(h["num_hidden_layers"], h["hidden_size"], h["num_attention_heads"], h["num_key_value_heads"],
+        return cls(n, h["hidden_size"], h["num_attention_heads"], h["num_key_value_heads"],
                    h["head_dim"], h["intermediate_size"], h["vocab_size"], h["sliding_window"],
-                   h["output_multiplier"], h["qk_scale_factor"] * math.sqrt(h["head_dim"]),
+                   h["output_multiplier"], h["qk_scale_factor"],
                    h["final_logit_softcapping"], theta, h["rms_norm_eps"], h["post_norm_eps"])
 
     def to_hf(self):
@@ -72,7 +78,7 @@ class Config:
                 "hidden_size": self.dim, "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv_heads,
                 "head_dim": self.head_dim, "intermediate_size": self.ffn, "vocab_size": self.vocab,
                 "sliding_window": self.window, "output_multiplier": self.output_multiplier,
-                "qk_scale_factor": self.query_scale / math.sqrt(self.head_dim),
+                "qk_scale_factor": self.query_scale,
                 "final_logit_softcapping": self.softcap, "rms_norm_eps": self.norm_eps,
                 "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
                 "post_norm_eps": self.post_norm_eps, "tie_word_embeddings": False}
@@ -124,7 +130,7 @@ class Attention(nn.Module):
         super().__init__()
         self.local, self.head_dim, self.eps = local, c.head_dim, c.norm_eps
         self.window = c.window if local else 0
-        self.scale = c.query_scale / c.head_dim  # both divisions by sqrt(head_dim)
+        self.scale = c.query_scale / math.sqrt(c.head_dim)
         self.q_proj = nn.Linear(c.dim, c.n_heads * c.head_dim, bias=False)
         self.k_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
         self.v_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
@@ -190,9 +196,9 @@ class MuseGlimmer(nn.Module):
         super().__init__()
         c = self.config = config
         self.embed_tokens = nn.Embedding(c.vocab, c.dim)
-        # Counted back from the last layer, every fourth is global: in groups of four, each group's last.
-        self.layers = Layers(Layers(Block(c, local=i < PERIOD - 1) for i in range(PERIOD))
-                             for _ in range(c.n_layers // PERIOD))
+        # A group's last layer is global.
+        self.layers = Layers(Layers(Block(c, local=i < c.period - 1) for i in range(c.period))
+                             for _ in range(c.n_layers // c.period))
         self.norm = RMSNorm(c.dim, c.norm_eps, offset=0.0)
         self.lm_head = nn.Linear(c.dim, c.vocab, bias=False)
 
@@ -238,13 +244,13 @@ class MuseGlimmer(nn.Module):
         c = self.config
         layer = c.dim * c.head_dim * (3 * c.n_heads + 2 * c.n_kv_heads) + 3 * c.dim * c.ffn
         window = min(c.window, T)
-        keys = (c.n_layers // PERIOD) * (T / 2 + 3 * (window - window * window / (2 * T)))  # a query's mean, all layers
+        band = window - window * window / (2 * T)
+        keys = c.n_layers // c.period * (T / 2 + (c.period - 1) * band)  # that a query sees: mean over T, sum over layers
         return 6 * (c.n_layers * layer + c.dim * c.vocab) + 12 * c.n_heads * c.head_dim * keys
 
-    @staticmethod
-    def hf_name(name):
+    def hf_name(self, name):
         """Parameter `name` in Hugging Face's files: (its name there, whether its matrix is stored transposed)."""
         if name.startswith("layers."):
             _, group, layer, rest = name.split(".", 3)
-            name = f"layers.{PERIOD * int(group) + int(layer)}.{rest}"
+            name = f"layers.{self.config.period * int(group) + int(layer)}.{rest}"
         return name if name == "lm_head.weight" else f"model.language_model.{name}", False

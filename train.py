@@ -27,14 +27,17 @@ import jax
 import torch
 from jax.sharding import PartitionSpec as P
 
+import checkpoint
 import data
 import graph_trainer
 import kernels
 import simple_fsdp
 from llama3 import Llama3
+from muse_glimmer import MuseGlimmer
+from qwen3 import Qwen3
 from qwen3_moe import Qwen3MoE
 
-MODELS = {"llama3": Llama3, "qwen3_moe": Qwen3MoE}
+MODELS = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3MoE, "muse_glimmer": MuseGlimmer}
 
 # Peak bf16 FLOP/s of one JAX device, by its device_kind.
 PEAK_FLOPS = {"TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "TPU7x": 1153.5e12}
@@ -63,6 +66,8 @@ def parse_args(argv):
     g = p.add_argument_group("model")
     g.add_argument("--model", default="llama3", choices=MODELS)
     g.add_argument("--size", default="debug", help="a size of the model file (default: debug)")
+    g.add_argument("--init-from", metavar="DIR", help="start from a Hugging Face folder's weights (and tokenizer.json); "
+                   "its config.json gives the size")
     g.add_argument("--layers", type=positive(int), help="override the size's number of layers")
     g.add_argument("--dtype", choices=["float32", "bfloat16"],
                    help="compute dtype (default: bfloat16 on TPU, float32 on CPU); weights, moments and loss stay fp32")
@@ -98,6 +103,7 @@ def parse_args(argv):
     g.add_argument("--process-id", type=int)
 
     g = p.add_argument_group("what it shows")
+    g.add_argument("--save-hf", metavar="DIR", help="write the trained weights as a new Hugging Face folder at the end")
     g.add_argument("--metrics", metavar="FILE", help="one JSON object a step")
     g.add_argument("--print-graph", action="store_true", help="print the captured graph and stop")
     g.add_argument("--print-sharding", action="store_true", help="print where every parameter lies and stop")
@@ -142,12 +148,19 @@ def choose_devices(args):
 
 def choose_size(args):
     """-> the model's Config with --layers. At debug size the vocabulary is None: it will be the data's."""
+    if args.init_from:
+        if args.layers:
+            raise UsageError(f"--layers {args.layers} does not go with --init-from {args.init_from}: leave it out")
+        return checkpoint.read_config(args.init_from, MODELS[args.model])
     sizes = MODELS[args.model].sizes
     if args.size not in sizes:
         raise UsageError(f"--size {args.size} is not a size of {args.model}: {', '.join(sizes)}")
     config = sizes[args.size]
     if args.layers:
-        config = dataclasses.replace(config, n_layers=args.layers)
+        try:
+            config = dataclasses.replace(config, n_layers=args.layers)
+        except ValueError as e:
+            raise UsageError(f"--layers {args.layers}: {e}") from e
     return config
 
 
@@ -224,7 +237,11 @@ def train(args):
     mesh, device_mesh = choose_devices(args)
     device = mesh.devices.flat[0]
     args.dtype = args.dtype or ("bfloat16" if device.platform == "tpu" else "float32")
+    if args.save_hf and os.path.exists(args.save_hf):
+        raise UsageError(f"--save-hf {args.save_hf} exists: name another folder")
     config = choose_size(args)
+    if args.init_from and not args.tokenizer and os.path.exists(os.path.join(args.init_from, "tokenizer.json")):
+        args.tokenizer = os.path.join(args.init_from, "tokenizer.json")
     dataset = data.load(args.data, args.tokenizer, args.seq, vocab_size=config.vocab, seed=args.seed)
     config = dataclasses.replace(config, vocab=dataset.vocab_size)
     say(f"data: {dataset}")
@@ -232,6 +249,8 @@ def train(args):
     model = build_model(args, config, device_mesh)
     say(f"model: {args.model} {args.size}, {sum(p.numel() for p in model.parameters()):,} parameters, {args.dtype}; "
         f"{args.batch} x {args.seq} tokens a step")
+    if args.init_from:  # now, not after minutes of compiling
+        checkpoint.check(args.init_from, model, checkpoint.open_hf(args.init_from))
     if args.print_sharding:
         return print_sharding(model)
 
@@ -248,6 +267,9 @@ def train(args):
         step.compile()
         evaluate.compile()
     state = lowering.initial_state(model, mesh, args.seed)
+    if args.init_from:
+        state["params"] = None  # frees them first
+        state["params"] = checkpoint.load_hf(args.init_from, model, mesh)
 
     flops = model.flops_per_token(args.seq) / mesh.size
     peak = PEAK_FLOPS.get(device.device_kind)
@@ -272,6 +294,8 @@ def train(args):
               for b in dataset.val_batches(args.batch, args.val_batches)]
     say(f"median {statistics.median(rates):,.0f} tokens/s; validation loss {statistics.mean(losses):.4f} nats a token "
         f"(token frequencies alone: {dataset.unigram_loss():.4f})")
+    if args.save_hf:
+        checkpoint.save_hf(args.save_hf, model, state["params"], eos=dataset.eod, tokenizer=args.tokenizer)
 
 
 def run_steps(step, state, dataset, mesh, args):
@@ -300,7 +324,8 @@ def say(*text, end="\n"):
 def main(argv=None):
     try:
         train(parse_args(argv))
-    except (UsageError, data.DataError, graph_trainer.CaptureError, lowering.LoweringError) as e:
+    except (UsageError, data.DataError, graph_trainer.CaptureError, lowering.LoweringError,
+            checkpoint.CheckpointError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
         return 2
 
