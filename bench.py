@@ -19,20 +19,34 @@ import torch.nn.functional as F
 
 import data
 import graph_trainer
-import kernels
 import train
 
 
 # ------------------------------------------------------------------- the same training in plain PyTorch
 
 
-def sdpa(q, k, v, segment_ids):
-    mask = kernels.attention_mask(q.shape[2], k.shape[2], segment_ids, causal=True, window=0)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+def sdpa(q, k, v, segment_ids=None, *, causal=True, window=0, scale=None):
+    T = q.shape[2]
+    mask = torch.ones(T, T, dtype=torch.bool)
+    mask = mask.tril() if causal else mask
+    mask = mask.triu(1 - window) if window else mask
+    if segment_ids is not None:
+        mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def cross_entropy(x, weight, targets):
-    return F.cross_entropy(F.linear(x, weight), targets.long(), ignore_index=-100, reduction="none")
+def cross_entropy(x, weight, targets, *, multiplier=1.0, softcap=0.0):
+    logits = multiplier * F.linear(x, weight)
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    return F.cross_entropy(logits, targets.long(), ignore_index=-100, reduction="none")
+
+
+def expert_loop(x, w, group_sizes):
+    return torch.cat([rows @ w[e] for e, rows in enumerate(x.split(group_sizes.tolist()))])
+
+
+def paired_expert_loop(x, gate, up, group_sizes):
+    return F.silu(expert_loop(x, gate, group_sizes)) * expert_loop(x, up, group_sizes)
 
 
 @contextlib.contextmanager
@@ -40,7 +54,7 @@ def plain_torch(model_class):
     """Swaps the custom ops in a model's file for what a PyTorch user would write, with autograd's own backward."""
     module = sys.modules[model_class.__module__]
     plain = {"splash_attention": sdpa, "linear_cross_entropy": cross_entropy,
-             "grouped_matmul": kernels._gmm, "paired_grouped_matmul": kernels._paired_gmm}
+             "grouped_matmul": expert_loop, "paired_grouped_matmul": paired_expert_loop}
     old = {name: getattr(module, name) for name in plain if hasattr(module, name)}
     for name in old:
         setattr(module, name, plain[name])

@@ -54,11 +54,11 @@ def parse_args(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.error = lambda message: (_ for _ in ()).throw(UsageError(message))
 
-    def positive(kind):
+    def positive(kind, zero=False):
         def parse(text):
             value = kind(text)
-            if not 0 < value < math.inf:
-                raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+            if not (0 < value < math.inf or zero and value == 0):
+                raise argparse.ArgumentTypeError(f"{text} is not a {'number from 0 up' if zero else 'positive number'}")
             return value
         parse.__name__ = kind.__name__
         return parse
@@ -82,13 +82,13 @@ def parse_args(argv):
     g = p.add_argument_group("optimization")
     g.add_argument("--steps", type=positive(int), default=300)
     g.add_argument("--lr", type=positive(float), default=1e-3)
-    g.add_argument("--warmup", type=int, default=20, help="steps until the full learning rate; then a cosine to lr/10")
-    g.add_argument("--weight-decay", type=float, default=0.1)
+    g.add_argument("--warmup", type=positive(int, zero=True), default=20, help="steps until the full learning rate; then a cosine to lr/10")
+    g.add_argument("--weight-decay", type=positive(float, zero=True), default=0.1)
     g.add_argument("--clip", type=positive(float), default=1.0, help="largest norm of the whole gradient")
     g.add_argument("--seed", type=int, default=0)
 
     g = p.add_argument_group("how it runs")
-    g.add_argument("--mode", default="graph", choices=["graph"])
+    g.add_argument("--mode", default="graph", choices=["graph", "compile", "eager"])
     g.add_argument("--tpu_config.use_graph_trainer", dest="mode", action="store_const", const="graph", help="--mode graph")
     g.add_argument("--scan", "--tpu_config.use_scan_layers", dest="scan", action="store_true",
                    help="one loop over the decoder layers: compile time and program size of one layer")
@@ -108,7 +108,13 @@ def parse_args(argv):
     g.add_argument("--print-graph", action="store_true", help="print the captured graph and stop")
     g.add_argument("--print-sharding", action="store_true", help="print where every parameter lies and stop")
     g.add_argument("--val-batches", type=positive(int), default=8, help="batches of the validation loss at the end")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.mode != "graph":
+        for flag in ("scan", "fsdp", "print_graph", "print_sharding"):
+            if getattr(args, flag) not in (None, False):
+                raise UsageError(f"--{flag.replace('_', '-')} needs --mode graph (got --mode {args.mode})")
+        raise UsageError(f"--mode {args.mode} is not there yet: use --mode graph")
+    return args
 
 
 # ------------------------------------------------------------------------------------------- set-up
@@ -232,8 +238,8 @@ def phase(name):
 
 
 def train(args):
-    if args.metrics and os.path.exists(args.metrics):
-        raise UsageError(f"--metrics {args.metrics} exists: name another file or remove it")
+    if args.metrics and (os.path.exists(args.metrics) or not os.path.isdir(os.path.dirname(args.metrics) or ".")):
+        raise UsageError(f"--metrics {args.metrics} exists or its folder does not: name a new file")
     mesh, device_mesh = choose_devices(args)
     device = mesh.devices.flat[0]
     args.dtype = args.dtype or ("bfloat16" if device.platform == "tpu" else "float32")
@@ -323,7 +329,7 @@ def say(*text, end="\n"):
 
 def main(argv=None):
     try:
-        train(parse_args(argv))
+        return train(parse_args(argv))
     except (UsageError, data.DataError, graph_trainer.CaptureError, lowering.LoweringError,
             checkpoint.CheckpointError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
