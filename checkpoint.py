@@ -45,7 +45,7 @@ def read_json(folder, name):
 
 
 def read_config(folder, model_class):
-    """config.json -> the model file's Config. Raises CheckpointError for another model, or one that it does not compute."""
+    """config.json -> the model file's Config. Raises CheckpointError for another model, or what it does not compute."""
     h = read_json(folder, "config.json")
     try:
         if h.get("model_type") != model_class.hf_type:
@@ -175,7 +175,7 @@ def save_hf(folder, model, params, dtype="F32", eos=None, tokenizer=None, shard_
         weight_map |= {entry[0]: file for entry in entries}
         write_safetensors(os.path.join(unfinished, file) if writes else None, entries, params, dtype)
     if writes:
-        config = {**model.config.to_hf(), "dtype": np.dtype(DTYPES[dtype]).name, "bos_token_id": None, "eos_token_id": eos}
+        config = {**model.config.to_hf(), "dtype": DTYPES[dtype].name, "bos_token_id": None, "eos_token_id": eos}
         write_json(unfinished, "config.json", config)
         if len(files) > 1:
             total = sum(int(np.prod(entry[3])) for entry in plan) * DTYPES[dtype].itemsize

@@ -211,7 +211,7 @@ class Llama3(nn.Module):
         return loss, torch.zeros_like(loss)
 
     def flops_per_token(self, T):
-        """Forward and backward matmul FLOPs a token: 6 per weight, plus causal attention's half square (PaLM, app. B)."""
+        """Forward and backward matmul FLOPs a token: 6 a weight, plus causal attention's half square (PaLM, app. B)."""
         c = self.config
         layer = c.dim * c.head_dim * 2 * (c.n_heads + c.n_kv_heads) + 3 * c.dim * c.ffn
         return 6 * (c.n_layers * layer + c.dim * c.vocab) + 6 * c.n_layers * c.n_heads * c.head_dim * T

@@ -73,7 +73,7 @@ class Config:
                    h["final_logit_softcapping"], theta, h["rms_norm_eps"], h["post_norm_eps"])
 
     def to_hf(self):
-        """config.json of transformers' MuseGlimmerForConditionalGeneration; the vision tower's half is left to defaults."""
+        """config.json of transformers' MuseGlimmerForConditionalGeneration, without the vision tower's half."""
         text = {"model_type": "muse_glimmer_text", "hidden_activation": "silu", "num_hidden_layers": self.n_layers,
                 "hidden_size": self.dim, "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv_heads,
                 "head_dim": self.head_dim, "intermediate_size": self.ffn, "vocab_size": self.vocab,
@@ -245,7 +245,7 @@ class MuseGlimmer(nn.Module):
         layer = c.dim * c.head_dim * (3 * c.n_heads + 2 * c.n_kv_heads) + 3 * c.dim * c.ffn
         window = min(c.window, T)
         band = window - window * window / (2 * T)
-        keys = c.n_layers // c.period * (T / 2 + (c.period - 1) * band)  # that a query sees: mean over T, sum over layers
+        keys = c.n_layers // c.period * (T / 2 + (c.period - 1) * band)  # seen by a mean query, summed over layers
         return 6 * (c.n_layers * layer + c.dim * c.vocab) + 12 * c.n_heads * c.head_dim * keys
 
     def hf_name(self, name):

@@ -38,7 +38,7 @@ class Config:
     @classmethod
     def from_hf(cls, h):
         """The Config of a config.json. Raises ValueError for what this file does not compute."""
-        # transformers 5 writes rope_parameters, older versions rope_theta and rope_scaling
+        # transformers 5 writes rope_parameters and num_local_experts, 4 rope_theta, rope_scaling and num_experts
         rope = h.get("rope_parameters") or {"rope_theta": h.get("rope_theta", 1e4), **(h.get("rope_scaling") or {})}
         for key, got, known in [("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
                                 ("hidden_act", h.get("hidden_act", "silu"), "silu"),
@@ -52,8 +52,8 @@ class Config:
                 raise ValueError(f"{key} is {got!r}; qwen3_moe.py knows {known!r}")
         return cls(h["num_hidden_layers"], h["hidden_size"], h["num_attention_heads"], h["num_key_value_heads"],
                    h.get("head_dim") or h["hidden_size"] // h["num_attention_heads"], h["moe_intermediate_size"],
-                   h["num_experts"], h["num_experts_per_tok"], h["vocab_size"], rope["rope_theta"], h["rms_norm_eps"],
-                   h.get("router_aux_loss_coef", 1e-3))
+                   h.get("num_local_experts") or h["num_experts"], h["num_experts_per_tok"], h["vocab_size"],
+                   rope["rope_theta"], h["rms_norm_eps"], h.get("router_aux_loss_coef", 1e-3))
 
     def to_hf(self):
         """config.json, as transformers 4 and 5 both read it."""

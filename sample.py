@@ -165,7 +165,7 @@ def probabilities(logits, temperature, top_p):
 def parse_args(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.error = lambda message: (_ for _ in ()).throw(UsageError(message))
-    p.add_argument("--hf", metavar="DIR", required=True, help="Hugging Face folder: config.json, safetensors, tokenizer.json")
+    p.add_argument("--hf", metavar="DIR", required=True, help="config.json, safetensors, tokenizer.json")
     g = p.add_mutually_exclusive_group(required=True)
     g.add_argument("--prompt", metavar="TEXT")
     g.add_argument("--tokens", metavar="1,2,3", help="the prompt as token ids; the answer is printed as ids too")
@@ -248,7 +248,10 @@ def sample(args):
     generator = Generator(model, params, mesh, len(prompt) + args.max_new, getattr(torch, dtype))
     choose = greedy if args.greedy else nucleus(args.temperature, args.top_p, args.seed)
     new = list(generator.generate(prompt, args.max_new, choose, eos_ids(args.hf)))
-    print(",".join(map(str, new)) if args.tokens is not None else args.prompt + decode(new))
+    if args.tokens is not None:
+        print(",".join(map(str, new)))
+    else:  # decoded together: alone, the new tokens would lose the space before them
+        print(args.prompt + decode(prompt + new)[len(decode(prompt)):])
 
 
 def main(argv=None):
