@@ -1,0 +1,87 @@
+"""Named runs on Cloud TPU: model, chips, batch, and the compiler's flags with what each one does.
+
+    python plan.py --recipe llama3_405b             # does it fit, how fast will it be
+    python train.py --recipe llama3_8b --steps 100  # on the TPU itself; any flag after --recipe overrides it
+
+Notable features:
+- a recipe is nothing but command-line flags: argv_of(name) spells them out
+- flags are passed as compiler options of the one program. For libtpu 0.0.42 that gives the same program as
+  LIBTPU_INIT_ARGS (checked: same estimated cycles), but a wrong name is an error message instead of a dead process.
+  Dump flags (--xla_jf_dump_to) work in LIBTPU_INIT_ARGS only
+- `python plan.py flags --recipe NAME --libtpu-init-flags="..."` shows what a flag changes
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Recipe:
+    model: str
+    size: str
+    topology: str  # of one slice
+    batch: int  # rows a device
+    seq: int
+    slices: int = 1
+    args: tuple = ("--scan",)  # more flags of train.py
+    flags: dict = field(default_factory=dict)  # of the compiler
+    published: tuple | None = None  # (MFU, where): the yardstick
+
+
+# Each flag: what it does; whether it can change rounding ("free": same values bit for bit, by what it is
+# documented or seen to do in the HLO; the check on a TPU is `plan.py flags`).
+
+# VMEM one op may use for its own tiles, in KiB of v6e's and tpu7x's 128 and 64 MiB; what is left is for prefetching the next ops.
+# More makes matmul tiles larger. Changes rounding: a matmul's contraction is cut into other pieces.
+VMEM = {"xla_tpu_scoped_vmem_limit_kib": "65536"}
+
+# All-gathers run inside the matmuls before them ("continuation fusion") instead of between ops. Free: moves data only.
+OVERLAP_ALL_GATHER = {
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",  # over several ops, not only one
+    "xla_tpu_overlap_compute_collective_tc": "true",
+    "xla_enable_async_all_gather": "true",
+}
+
+# A gradient's reduce-scatter stays one. By default the compiler turns it into an all-reduce and a slice wherever the
+# sharded dimension is not the major one of the layout: twice the bytes. Can change rounding: order of the sum.
+REDUCE_SCATTER = {
+    "xla_tpu_use_minor_sharding_for_major_trivial_input": "true",
+    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": "1",
+    "xla_tpu_assign_all_reduce_scatter_layout": "true",
+}
+
+# Gradients' reductions over slices (DCN) wait for nothing but their own data and run beside the backward pass. Free.
+OVERLAP_DCN = {
+    "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
+    "xla_tpu_data_parallel_opt_different_sized_ops": "true",
+}
+
+DENSE = OVERLAP_ALL_GATHER | REDUCE_SCATTER
+
+TITAN = "TorchTitan TPU"
+
+RECIPES = {
+    "llama3_8b": Recipe("llama3", "8b", "v6e:4x4", 1, 8192, flags=DENSE),
+    "llama3_70b": Recipe("llama3", "70b", "tpu7x:4x4x4", 1, 8192, flags=DENSE),
+    "llama3_405b": Recipe("llama3", "405b", "tpu7x:8x8x16", 1, 8192, flags=DENSE, published=(0.57, f"tpu7x, {TITAN}")),
+    "qwen3_8b": Recipe("qwen3", "8b", "tpu7x:2x2x2", 1, 8192, flags=DENSE, published=(0.515, f"tpu7x, {TITAN}")),
+    "qwen3_32b": Recipe("qwen3", "32b", "tpu7x:4x4x4", 1, 8192, flags=DENSE),
+    "qwen3_30b_a3b": Recipe("qwen3_moe", "30b-a3b", "tpu7x:2x2x2", 1, 4096, flags=DENSE),
+    "qwen3_235b": Recipe("qwen3_moe", "235b-a22b", "tpu7x:8x8x16", 1, 4096, flags=DENSE, published=(0.324, f"tpu7x, {TITAN}")),
+    "muse_glimmer_30b": Recipe("muse_glimmer", "30b", "tpu7x:4x4x8", 1, 8192, flags=DENSE,
+                               published=(0.434, f"tpu7x:4x4x8, {TITAN}")),
+}
+
+
+def flags_of(name):
+    """A recipe's compiler flags as one string, "--a=1 --b=2"."""
+    r = RECIPES[name]
+    return " ".join(f"--{k}={v}" for k, v in (r.flags | (OVERLAP_DCN if r.slices > 1 else {})).items())
+
+
+def argv_of(name):
+    """A recipe as command-line flags, to be followed by the user's own."""
+    r = RECIPES[name]
+    return ["--model", r.model, "--size", r.size, "--topology", r.topology, "--slices", str(r.slices), "--seq", str(r.seq),
+            "--per-device-batch", str(r.batch), "--libtpu-init-flags=" + flags_of(name), *r.args]
