@@ -27,8 +27,8 @@ def qwen3(tied):
 
 
 def qwen3_moe():
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
-        **SHAPE, rope_parameters=ROPE, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True))
+    experts = dict(moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE, rope_parameters=ROPE, **experts))
 
 
 def muse_glimmer():
