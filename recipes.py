@@ -43,12 +43,17 @@ OVERLAP_ALL_GATHER = {
     "xla_enable_async_all_gather": "true",
 }
 
-# A gradient's reduce-scatter stays one. By default the compiler turns it into an all-reduce and a slice wherever the
-# sharded dimension is not the major one of the layout: twice the bytes. Can change rounding: order of the sum.
-REDUCE_SCATTER = {
-    "xla_tpu_use_minor_sharding_for_major_trivial_input": "true",
-    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": "1",
-    "xla_tpu_assign_all_reduce_scatter_layout": "true",
+# v6e: gathers and reductions run on the SparseCores, beside whatever the TensorCore does. tpu7x does so by default.
+# (v6e has no reduce-scatter: the compiler sends a whole all-reduce, twice the bytes, and slices; with these it is hidden.
+# MaxText's xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1 and its kin change nothing on libtpu 0.0.42.)
+# Can change rounding: another order of the sum.
+SPARSECORE = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_enable_all_gather_offload_tracing": "true",  # named in profiles
+    "xla_tpu_enable_reduce_scatter_offload_tracing": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
 
 # Gradients' reductions over slices (DCN) wait for nothing but their own data and run beside the backward pass. Free.
@@ -57,20 +62,17 @@ OVERLAP_DCN = {
     "xla_tpu_data_parallel_opt_different_sized_ops": "true",
 }
 
-DENSE = OVERLAP_ALL_GATHER | REDUCE_SCATTER
-
 TITAN = "TorchTitan TPU"
 
 RECIPES = {
-    "llama3_8b": Recipe("llama3", "8b", "v6e:4x4", 1, 8192, flags=DENSE),
-    "llama3_70b": Recipe("llama3", "70b", "tpu7x:4x4x4", 1, 8192, flags=DENSE),
-    "llama3_405b": Recipe("llama3", "405b", "tpu7x:8x8x16", 1, 8192, flags=DENSE, published=(0.57, f"tpu7x, {TITAN}")),
-    "qwen3_8b": Recipe("qwen3", "8b", "tpu7x:2x2x2", 1, 8192, flags=DENSE, published=(0.515, f"tpu7x, {TITAN}")),
-    "qwen3_32b": Recipe("qwen3", "32b", "tpu7x:4x4x4", 1, 8192, flags=DENSE),
-    "qwen3_30b_a3b": Recipe("qwen3_moe", "30b-a3b", "tpu7x:2x2x2", 1, 4096, flags=DENSE),
-    "qwen3_235b": Recipe("qwen3_moe", "235b-a22b", "tpu7x:8x8x16", 1, 4096, flags=DENSE, published=(0.324, f"tpu7x, {TITAN}")),
-    "muse_glimmer_30b": Recipe("muse_glimmer", "30b", "tpu7x:4x4x8", 1, 8192, flags=DENSE,
-                               published=(0.434, f"tpu7x:4x4x8, {TITAN}")),
+    "llama3_8b": Recipe("llama3", "8b", "v6e:4x4", 1, 8192, flags=SPARSECORE),
+    "llama3_70b": Recipe("llama3", "70b", "tpu7x:4x4x4", 1, 8192),
+    "llama3_405b": Recipe("llama3", "405b", "tpu7x:8x8x16", 1, 8192, published=(0.57, f"tpu7x, {TITAN}")),
+    "qwen3_8b": Recipe("qwen3", "8b", "tpu7x:2x2x2", 1, 8192, published=(0.515, f"tpu7x, {TITAN}")),
+    "qwen3_32b": Recipe("qwen3", "32b", "tpu7x:4x4x4", 1, 8192),
+    "qwen3_30b_a3b": Recipe("qwen3_moe", "30b-a3b", "tpu7x:2x2x2", 1, 4096),
+    "qwen3_235b": Recipe("qwen3_moe", "235b-a22b", "tpu7x:8x8x16", 1, 4096, published=(0.324, f"tpu7x, {TITAN}")),
+    "muse_glimmer_30b": Recipe("muse_glimmer", "30b", "tpu7x:4x4x8", 1, 8192, published=(0.434, f"tpu7x:4x4x8, {TITAN}")),
 }
 
 
