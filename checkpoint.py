@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 
 from lowering import partition_spec
@@ -195,8 +195,13 @@ def write_json(folder, name, value):
 
 @jax.jit
 def part(x, lead):
-    """x[lead], whole on every device: one process cannot read another's shards."""
-    return jax.lax.with_sharding_constraint(x[lead], NamedSharding(jax.typeof(x).sharding.mesh, P()))
+    """x[lead], with x's sharding behind it."""
+    return x[lead]
+
+
+def to_host(x):
+    """A jax.Array as numpy; one process cannot read another's shards by itself."""
+    return np.asarray(x) if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
 
 
 def write_safetensors(path, entries, params, dtype):
@@ -215,5 +220,5 @@ def write_safetensors(path, entries, params, dtype):
     with open(path or os.devnull, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for _, name, lead, _, transposed in entries:
-            x = np.asarray(part(params[name], lead)).astype(DTYPES[dtype])
+            x = to_host(part(params[name], lead)).astype(DTYPES[dtype])
             f.write(np.ascontiguousarray(x.T if transposed else x).tobytes())

@@ -155,8 +155,9 @@ def choose_devices(args):
 def choose_size(args):
     """-> the model's Config with --layers. At debug size the vocabulary is None: it will be the data's."""
     if args.init_from:
-        if args.layers:
-            raise UsageError(f"--layers {args.layers} does not go with --init-from {args.init_from}: leave it out")
+        for flag in ("size", "layers"):
+            if (value := getattr(args, flag)) not in (None, "debug"):
+                raise UsageError(f"--{flag} {value}: --init-from {args.init_from} has its own, leave it out")
         return checkpoint.read_config(args.init_from, MODELS[args.model])
     sizes = MODELS[args.model].sizes
     if args.size not in sizes:
@@ -253,8 +254,8 @@ def train(args):
     say(f"data: {dataset}")
 
     model = build_model(args, config, device_mesh)
-    say(f"model: {args.model} {args.size}, {sum(p.numel() for p in model.parameters()):,} parameters, {args.dtype}; "
-        f"{args.batch} x {args.seq} tokens a step")
+    say(f"model: {args.model} {args.init_from or args.size}, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.dtype}; {args.batch} x {args.seq} tokens a step")
     if args.init_from:  # now, not after minutes of compiling
         checkpoint.check(args.init_from, model, checkpoint.open_hf(args.init_from))
     if args.print_sharding:

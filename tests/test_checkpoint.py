@@ -251,5 +251,8 @@ def test_train_refuses_a_folder_of_another_model(tmp_path, capsys):
     theirs.save_pretrained(tmp_path)
     assert train.main(["--model", "qwen3", "--init-from", str(tmp_path)]) == 2
     assert "model_type is 'llama', not 'qwen3'" in capsys.readouterr().err
+    for flag in (["--layers", "3"], ["--size", "8b"]):
+        assert train.main(["--model", "llama3", "--init-from", str(tmp_path), *flag]) == 2
+        assert f"{' '.join(flag)}: --init-from" in capsys.readouterr().err
     with pytest.raises(checkpoint.CheckpointError, match="exists"):
         checkpoint.save_hf(str(tmp_path), None, None)
