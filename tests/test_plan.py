@@ -161,3 +161,17 @@ def test_recipes_are_flags_that_the_parser_takes_and_later_ones_override():
 def test_compiler_options_are_names_and_values():
     assert plan.compiler_options("--xla_a=1 --xla_b") == {"xla_a": "1", "xla_b": "true"}
     assert plan.compiler_options(None) == {}
+
+
+def test_a_pallas_kernel_costs_its_ops_flops_shared_with_the_ops_other_kernels():
+    """HLO as libtpu prints it: line breaks inside a kernel's metadata, no cycles."""
+    call = '''  %KERNEL = bf16[8]{0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={op_name="jit(f)/llama3 flops=2000000000 :0 tpu.splash_attention_backward.default/pallas_call"}
+'''
+    text = ("ENTRY %main (a: bf16[8]) -> bf16[8] {\n  %a = bf16[8]{0} parameter(0)\n"
+            + call.replace("KERNEL", "dq.1") + call.replace("KERNEL", "dkv.2") + "}\n")
+    r = replay(text)
+    assert r.flops == 2e9
+    assert r.kernels["dq"][0] == r.kernels["dkv"][0] == 1
+    assert r.seconds["attention"] == pytest.approx(2e9 / V5E.peak / plan.KERNEL_EFFICIENCY["splash"])
