@@ -1,7 +1,6 @@
 """FLUX.1 in one file: sizes, the MMDiT, initialization, rectified-flow loss, FLOPs.
 
-    python train.py --model flux --steps 300 --batch 32
-    python sample_flux.py --steps 300 --out shapes.png      # trains on drawn shapes, then draws asked captions
+    python train.py --model flux --steps 300 --batch 32 --lr 3e-3      # drawn shapes with captions (flux_data.py)
 
 Notable features:
 - 19 double blocks (text and image have their own weights and meet in attention), then 38 single blocks (one
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.utils.stateless import _reparametrize_module
 
 from kernels import splash_attention
 
@@ -30,8 +30,7 @@ class Config:
     dim: int
     n_heads: int
     rope_axes: tuple  # head channels that rotate with (nothing, row, column); their sum is the head dimension
-    channels: int  # of the latents
-    patch: int  # a token is patch × patch latent pixels
+    channels: int  # of the latents; a token is 2 × 2 latent pixels
     text_dim: int  # T5
     pooled_dim: int  # CLIP
     n_text: int  # text tokens in a row of the data
@@ -40,11 +39,28 @@ class Config:
     rope_theta: float = 1e4
     norm_eps: float = 1e-6
 
+    @classmethod
+    def from_hf(cls, h):
+        """The Config of diffusers' config.json. n_text is ours: without it, T5's length in FLUX.1-dev and -schnell."""
+        if h.get("patch_size", 1) != 1 or h.get("out_channels") not in (None, h["in_channels"]):
+            raise ValueError("patch_size and out_channels must be 1 and in_channels: other FLUX variants are not here")
+        heads, guidance = h["num_attention_heads"], h["guidance_embeds"]
+        return cls(h["num_layers"], h["num_single_layers"], heads * h["attention_head_dim"], heads,
+                   tuple(h["axes_dims_rope"]), h["in_channels"] // 4, h["joint_attention_dim"],
+                   h["pooled_projection_dim"], h.get("n_text", 512 if guidance else 256), guidance)
+
+    def to_hf(self):
+        return {"_class_name": "FluxTransformer2DModel", "patch_size": 1, "in_channels": 4 * self.channels,
+                "out_channels": None, "num_layers": self.n_layers, "num_single_layers": self.n_single_layers,
+                "attention_head_dim": self.dim // self.n_heads, "num_attention_heads": self.n_heads,
+                "joint_attention_dim": self.text_dim, "pooled_projection_dim": self.pooled_dim,
+                "guidance_embeds": self.guidance, "axes_dims_rope": list(self.rope_axes), "n_text": self.n_text}
+
 
 SIZES = {
-    "debug": Config(2, 4, 192, 6, (8, 12, 12), 3, 4, 64, 32, 8),  # 4.7M parameters; pixels, no autoencoder
-    "12b": Config(19, 38, 3072, 24, (16, 56, 56), 16, 2, 4096, 768, 512),  # FLUX.1-dev
-    "12b-schnell": Config(19, 38, 3072, 24, (16, 56, 56), 16, 2, 4096, 768, 256, guidance=False),
+    "debug": Config(2, 4, 192, 6, (8, 12, 12), 12, 64, 32, 8),  # 5.2M parameters; pixels, no autoencoder
+    "12b": Config(19, 38, 3072, 24, (16, 56, 56), 16, 4096, 768, 512),  # FLUX.1-dev
+    "12b-schnell": Config(19, 38, 3072, 24, (16, 56, 56), 16, 4096, 768, 256, guidance=False),
 }
 
 
@@ -120,9 +136,9 @@ class TimeTextEmbed(nn.Module):
         return vec + self.text_embedder(pooled)  # (B, D)
 
 
-def rope_table(rows, columns, n_text, axes, theta, device):
-    """cos and sin of position × frequency for text, then image tokens row by row: (n_text + rows * columns,
-    head_dim / 2) fp32. A token's position is (0, row, column); text sits at the origin, where nothing turns."""
+def rope_table(rows, columns, axes, theta, device):
+    """cos and sin of position × frequency, each (rows * columns, head_dim / 2) fp32, for image tokens row by row. A
+    token's position is (0, row, column); text tokens are all at the origin, where nothing turns."""
     row = torch.arange(rows, device=device).float()[:, None].expand(rows, columns).flatten()
     column = torch.arange(columns, device=device).float().expand(rows, columns).flatten()
     angles = []
@@ -130,7 +146,6 @@ def rope_table(rows, columns, n_text, axes, theta, device):
         freq = theta ** -(torch.arange(0, dim, 2, device=device).float() / dim)
         angles.append(position[:, None] * freq)
     angle = torch.cat(angles, dim=-1)
-    angle = torch.cat([angle.new_zeros(n_text, angle.shape[1]), angle])
     return angle.cos(), angle.sin()
 
 
@@ -139,17 +154,15 @@ def rotate(x, cos, sin):  # x: (B, H, T, head_dim), neighbouring channels form a
     return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2).to(x.dtype)
 
 
-def patchify(x, p):
-    """(B, C, H, W) -> (B, H/p * W/p, C * p * p), each token channel by channel, as diffusers packs latents."""
+def patchify(x):
+    """(B, C, H, W) -> (B, H/2 * W/2, 4C), each token channel by channel, as diffusers packs latents."""
     B, C, H, W = x.shape
-    x = x.view(B, C, H // p, p, W // p, p).permute(0, 2, 4, 1, 3, 5)
-    return x.reshape(B, H // p * (W // p), C * p * p)
+    return x.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, H // 2 * (W // 2), 4 * C)
 
 
-def unpatchify(x, p, H, W):
+def unpatchify(x, H, W):
     B, _, C = x.shape
-    x = x.view(B, H // p, W // p, C // p ** 2, p, p).permute(0, 3, 1, 4, 2, 5)
-    return x.reshape(B, C // p ** 2, H, W)
+    return x.view(B, H // 2, W // 2, C // 4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C // 4, H, W)
 
 
 # ---------------------------------------------------------------------------------------------------- blocks
@@ -169,9 +182,9 @@ class Attention(nn.Module):
             self.to_out = nn.ModuleList([Linear(c.dim, c.dim)])
             self.to_add_out = Linear(c.dim, c.dim)
 
-    def image_qkv(self, x):
+    def qkv(self, x, cos, sin):
         q, k, v = (self.heads(proj(x)) for proj in (self.to_q, self.to_k, self.to_v))
-        return self.norm_q(q), self.norm_k(k), v
+        return rotate(self.norm_q(q), cos, sin), rotate(self.norm_k(k), cos, sin), v
 
     def text_qkv(self, x):
         q, k, v = (self.heads(proj(x)) for proj in (self.add_q_proj, self.add_k_proj, self.add_v_proj))
@@ -181,9 +194,8 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, heads, T, head_dim)
 
 
-def attend(q, k, v, cos, sin):  # (B, heads, T, head_dim) -> (B, T, D); every token sees every token
-    y = splash_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, causal=False)
-    return y.transpose(1, 2).flatten(2)
+def attend(q, k, v):  # (B, heads, T, head_dim) -> (B, T, D); every token sees every token
+    return splash_attention(q, k, v, causal=False).transpose(1, 2).flatten(2)
 
 
 class GELU(nn.Module):
@@ -213,18 +225,16 @@ class DoubleBlock(nn.Module):
         self.attn = Attention(c, double=True)
         self.ff, self.ff_context = MLP(c), MLP(c)
 
-    def forward(self, x, vec, cos, sin, image_mask):
-        """x: (B, T, D), text tokens first; vec: (B, D); cos, sin: (T, head_dim / 2); image_mask: (image tokens,),
-        whose length alone is read: a loop's constants are tensors."""
-        n_image = image_mask.shape[0]
-        text, image = x.split([x.shape[1] - n_image, n_image], dim=1)
+    def forward(self, x, vec, cos, sin):
+        """x: (B, T, D), text tokens first; vec: (B, D); cos, sin: (image tokens, head_dim / 2)."""
+        parts = [x.shape[1] - cos.shape[0], cos.shape[0]]
+        text, image = x.split(parts, dim=1)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.norm1(vec)
         c_shift1, c_scale1, c_gate1, c_shift2, c_scale2, c_gate2 = self.norm1_context(vec)
 
         qkv = zip(self.attn.text_qkv(layer_norm(text, self.eps) * (1 + c_scale1) + c_shift1),
-                  self.attn.image_qkv(layer_norm(image, self.eps) * (1 + scale1) + shift1))
-        y = attend(*(torch.cat(pair, dim=2) for pair in qkv), cos, sin)
-        y_text, y_image = y.split([text.shape[1], n_image], dim=1)
+                  self.attn.qkv(layer_norm(image, self.eps) * (1 + scale1) + shift1, cos, sin))
+        y_text, y_image = attend(*(torch.cat(pair, dim=2) for pair in qkv)).split(parts, dim=1)
 
         image = image + gate1 * self.attn.to_out[0](y_image)
         image = image + gate2 * self.ff(layer_norm(image, self.eps) * (1 + scale2) + shift2)
@@ -242,10 +252,10 @@ class SingleBlock(nn.Module):
         self.proj_mlp = Linear(c.dim, c.mlp_ratio * c.dim)
         self.proj_out = Linear((1 + c.mlp_ratio) * c.dim, c.dim)
 
-    def forward(self, x, vec, cos, sin):
+    def forward(self, x, vec, cos, sin):  # cos, sin: (T, head_dim / 2)
         shift, scale, gate = self.norm(vec)
         h = layer_norm(x, self.eps) * (1 + scale) + shift
-        y = attend(*self.attn.image_qkv(h), cos, sin)
+        y = attend(*self.attn.qkv(h, cos, sin))
         return x + gate * self.proj_out(torch.cat([y, F.gelu(self.proj_mlp(h), approximate="tanh")], dim=-1))
 
 
@@ -262,19 +272,23 @@ class Layers(nn.ModuleList):
 
 
 class Flux(nn.Module):
+    Config = Config
     sizes = SIZES
     keep_fp32 = ()
+    hf_type = "FluxTransformer2DModel"  # _class_name of config.json
+    hf_file = "diffusion_pytorch_model"  # what diffusers calls its safetensors
+    hf_ignored = ()
 
     def __init__(self, config):
         super().__init__()
         c = self.config = config
         self.time_text_embed = TimeTextEmbed(c)
         self.context_embedder = Linear(c.text_dim, c.dim)
-        self.x_embedder = Linear(c.channels * c.patch ** 2, c.dim)
+        self.x_embedder = Linear(4 * c.channels, c.dim)
         self.transformer_blocks = Layers(DoubleBlock(c) for _ in range(c.n_layers))
         self.single_transformer_blocks = Layers(SingleBlock(c) for _ in range(c.n_single_layers))
         self.norm_out = Modulation(c, 2)
-        self.proj_out = Linear(c.dim, c.channels * c.patch ** 2)
+        self.proj_out = Linear(c.dim, 4 * c.channels)
 
     def init(self, name):
         """(mean, std) of a parameter's normal initialization. Modulations and the last layer start at zero, so
@@ -286,24 +300,30 @@ class Flux(nn.Module):
             return 1.0, 0.0
         return 0.0, self.get_submodule(owner)._parameters[leaf].shape[-1] ** -0.5
 
+    @staticmethod
+    def hf_name(name):
+        """Parameter `name` in diffusers' files: (its name there, whether its matrix is stored transposed)."""
+        return name, False
+
     def forward(self, latents, text, pooled, t, guidance):
         """The velocity at time t, of the latents' shape and in fp32.
 
-        latents: (B, C, H, W); text: (B, S, text_dim), T5's; pooled: (B, pooled_dim), CLIP's; t: (B,) from 0 (data)
-        to 1 (noise); guidance: (B,). All floating point.
+        latents: (B, C, H, W), H and W even; text: (B, S, text_dim), T5's; pooled: (B, pooled_dim), CLIP's; t: (B,)
+        from 0 (data) to 1 (noise); guidance: (B,). All floating point.
         """
         c = self.config
         H, W = latents.shape[2:]
-        cos, sin = rope_table(H // c.patch, W // c.patch, text.shape[1], c.rope_axes, c.rope_theta, latents.device)
+        cos, sin = rope_table(H // 2, W // 2, c.rope_axes, c.rope_theta, latents.device)
         vec = self.time_text_embed(t, guidance, pooled)
-        image = self.x_embedder(patchify(latents, c.patch))
+        image = self.x_embedder(patchify(latents))
         n_image = image.shape[1]
         x = torch.cat([self.context_embedder(text), image], dim=1)  # (B, S + image tokens, D)
-        x = self.transformer_blocks(x, vec, cos, sin, cos.new_ones(n_image))
-        x = self.single_transformer_blocks(x, vec, cos, sin)
+        x = self.transformer_blocks(x, vec, cos, sin)
+        still = cos.new_zeros(text.shape[1], cos.shape[1])
+        x = self.single_transformer_blocks(x, vec, torch.cat([still + 1, cos]), torch.cat([still, sin]))
         scale, shift = self.norm_out(vec)
         x = layer_norm(x[:, -n_image:], c.norm_eps) * (1 + scale) + shift
-        return unpatchify(self.proj_out(x).float(), c.patch, H, W)
+        return unpatchify(self.proj_out(x).float(), H, W)
 
     def loss(self, batch, psum=lambda x: x):
         """This device's share of the mean squared error of the velocity (rectified flow, arXiv:2209.03003).
@@ -323,7 +343,7 @@ class Flux(nn.Module):
         T, D = n_text + n_image, c.dim
         block = (4 + 2 * c.mlp_ratio) * D * D  # a token's weights in either kind of block
         tokens = (c.n_layers + c.n_single_layers) * (T * block + 2 * T * T * D)
-        tokens += n_text * c.text_dim * D + 2 * n_image * c.channels * c.patch ** 2 * D
+        tokens += n_text * c.text_dim * D + 8 * n_image * c.channels * D
         embed = (256 + D) * D * (1 + c.guidance) + (c.pooled_dim + D) * D
         vector = embed + (12 * c.n_layers + 3 * c.n_single_layers + 2) * D * D  # once a sample
         return 6 * (tokens + vector)
@@ -333,12 +353,14 @@ class Flux(nn.Module):
         return self.flops_per_row(self.config.n_text, T - self.config.n_text) / T
 
 
-def sample_times(steps, n_image):
-    """steps + 1 times from 1 (noise) to 0 (data), crowded towards the noise the more image tokens there are: FLUX's
-    shift, exp(mu) / (exp(mu) + 1/t - 1) with mu from 0.5 at 256 tokens to 1.15 at 4,096 (arXiv:2403.03206, 5.3.2)."""
-    mu = 0.5 + (1.15 - 0.5) * (n_image - 256) / (4096 - 256)
-    times = [1 - i / steps for i in range(steps)]
-    return [math.exp(mu) / (math.exp(mu) + 1 / t - 1) for t in times] + [0.0]
+def shift_time(t, shift):
+    """Moves times in 0..1 towards the noise: larger pictures need more to hide as much (arXiv:2403.03206, 5.3.2)."""
+    return shift * t / (1 + (shift - 1) * t)
+
+
+def shift_of(n_image):
+    """FLUX.1's own shift for a number of image tokens: exp(0.5) at 256 to exp(1.15) at 4,096."""
+    return math.exp(0.5 + (1.15 - 0.5) * (n_image - 256) / (4096 - 256))
 
 
 def euler_step(model):
@@ -347,8 +369,6 @@ def euler_step(model):
     batch, fp32: latents (B, C, H, W), text (2B, S, text_dim) and pooled (2B, pooled_dim) of the captions and then of
     the empty one, t, t_next, guidance and cfg (B,): v = v_empty + cfg * (v_caption - v_empty) (arXiv:2207.12598).
     """
-    from torch.nn.utils.stateless import _reparametrize_module
-
     def step(params, batch):
         x, t = batch["latents"], batch["t"]
         with torch.no_grad(), _reparametrize_module(model, params):
