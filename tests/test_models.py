@@ -10,17 +10,16 @@ from jax.sharding import PartitionSpec as P
 
 import graph_trainer
 import kernels
+import llama3
 import lowering
 import muse_glimmer
+import qwen3
+import qwen3_moe
 import simple_fsdp
 from llama3 import LLAMA_3_1, Llama3
 from muse_glimmer import MuseGlimmer
 from qwen3 import Qwen3
 from qwen3_moe import Qwen3MoE
-
-import llama3
-import qwen3
-import qwen3_moe
 
 T, VOCAB = 32, 64
 SMALL = {
