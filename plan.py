@@ -48,7 +48,7 @@ class Chip:
 
     peak: float  # bf16 FLOP/s of a device
     mxu: int  # matmul flops a device's MXUs can do in a cycle; the clock is peak / mxu
-    hbm: float  # bytes of a device
+    hbm: float  # bytes of a device that the compiler lets a program have (it names them when they do not suffice)
     hbm_bandwidth: float  # bytes/s of a device
     links: int  # ICI links a chip (2 an axis of the torus)
     ici: float  # bytes/s of one link, one way: the table's bidirectional figure / links / 2
@@ -59,10 +59,10 @@ class Chip:
 
 GiB = 2**30
 CHIPS = {  # by device_kind
-    "TPU v5 lite": Chip(197e12, 131072, 16 * GiB, 819e9, 4, 50e9, 25e9 / 8, calibration="v5e:2x2"),
-    "TPU v5": Chip(459e12, 262144, 95 * GiB, 2765e9, 6, 100e9, 50e9 / 8, calibration="v5p:2x2x1"),
-    "TPU v6 lite": Chip(918e12, 524288, 32 * GiB, 1638e9, 4, 100e9, 100e9 / 8, calibration="v6e:2x2"),
-    "TPU7x": Chip(1153.5e12, 524288, 96 * GiB, 3690e9, 6, 100e9, 100e9 / 8, devices=2, calibration="tpu7x:2x2x1"),
+    "TPU v5 lite": Chip(197e12, 131072, 15.75 * GiB, 819e9, 4, 50e9, 25e9 / 8, calibration="v5e:2x2"),
+    "TPU v5": Chip(459e12, 262144, 95.74 * GiB, 2765e9, 6, 100e9, 50e9 / 8, calibration="v5p:2x2x1"),
+    "TPU v6 lite": Chip(918e12, 524288, 31.25 * GiB, 1638e9, 4, 100e9, 100e9 / 8, calibration="v6e:2x2"),
+    "TPU7x": Chip(1153.5e12, 524288, 94.75 * GiB, 3690e9, 6, 100e9, 100e9 / 8, devices=2, calibration="tpu7x:2x2x1"),
 }
 LINK_EFFICIENCY = 0.9  # of a link's figure that large transfers reach (jax-ml.github.io/scaling-book: 45 and 90 GB/s)
 HOST_BANDWIDTH = 32e9  # bytes/s a device to host memory: PCIe Gen 5 x16 shared by two devices
@@ -469,12 +469,12 @@ def first_line(e):
 
 
 def compiler_options(flags):
-    """"--a=1 --b" -> {"a": "1", "b": "true"}, for .compile(compiler_options=...). libtpu takes almost every flag of
+    """"--a=1 --b" -> {"a": "1", "b": True}, for .compile(compiler_options=...). libtpu takes almost every flag of
     LIBTPU_INIT_ARGS there, to the same effect, but per program and with an error instead of an exit."""
     options = {}
     for flag in (flags or "").split():
         name, _, value = flag.lstrip("-").partition("=")
-        options[name] = value or "true"
+        options[name] = {"true": True, "": True, "false": False}.get(value, value)
     return options
 
 
@@ -718,31 +718,36 @@ def plan(args):
 
 
 def batch(args):
-    """The largest per-device batch that fits: two compiles give the line, a third tries its end."""
-    tried, b = {}, args.per_device_batch
-    while b not in tried and b > 0:
+    """The largest per-device batch that fits, by compiling: two give a line, its end is tried, then halves. Memory bends
+    off the line near the limit, where the compiler computes things twice to fit, which also shows in the MFU."""
+    fits, too_large, b = {}, math.inf, args.per_device_batch
+    while True:
         args.per_device_batch = b
         try:
-            r = tried[b] = report(args)[0]
-            print(f"batch {b}: {r['hbm_bytes'] / 1e9:.2f} GB, MFU {r['predicted_mfu']:.1%}")
-            need = r["hbm_bytes"]
+            r = fits[b] = report(args)[0]
+            print(f"batch {b}: {r['hbm_bytes'] / 1e9:.2f} GB ({r['hbm_arguments_and_temporaries_bytes'] / 1e9:.2f} arguments + "
+                  f"temporaries), MFU {r['predicted_mfu']:.1%}")
         except CompileError as e:
             if not hasattr(e, "need"):
                 raise
-            tried[b], need = None, e.need
+            too_large = b
             print(f"batch {b}: {first_line(e)}")
-        points = [(k, v["hbm_bytes"]) for k, v in tried.items() if v]
-        if len(points) < 2:
-            b = b + 1 if points else b // 2
-            continue
-        (b0, m0), (b1, m1) = min(points), max(points)
-        fits = int(b0 + (points and tried[b0]["hbm_limit_bytes"] * 0.98 - m0) / max((m1 - m0) / (b1 - b0), 1))
-        too_large = min((k for k, v in tried.items() if v is None), default=math.inf)
-        b = max(min(fits, too_large - 1), b1)
-    best = max((k for k, v in tried.items() if v), default=None)
-    if best is None:
-        raise UsageError("no batch fits: not even 1 row a device")
-    print(f"largest per-device batch that fits: {best}, MFU {tried[best]['predicted_mfu']:.1%}")
+        best = max(fits, default=0)
+        if too_large - best <= max(1, best // 32):
+            break
+        if too_large < math.inf:
+            b = (best + too_large) // 2
+        elif len(fits) == 1:
+            b = 2 * best
+        else:
+            (b0, r0), (b1, r1) = sorted(fits.items())[-2:]
+            slope = max((r1["hbm_bytes"] - r0["hbm_bytes"]) / (b1 - b0), 1)
+            b = max(int(b1 + (r1["hbm_limit_bytes"] - r1["hbm_bytes"]) / slope), b1 + max(1, b1 // 16))
+    if not fits:
+        raise UsageError("no batch fits, not even 1 row a device")
+    fastest = max(fits, key=lambda b: fits[b]["predicted_mfu"])
+    print(f"largest per-device batch that fits: {best}, MFU {fits[best]['predicted_mfu']:.1%}; best MFU: {fastest}, {fits[fastest]['predicted_mfu']:.1%}")
+    return fits
 
 
 SCALES = {  # chips -> (topology, slices)
@@ -802,7 +807,9 @@ def first_step(args, mesh, device_mesh, options):
     step, _ = train.build_programs(args, model, graph_trainer.AdamW(), device_mesh, mesh)
     step.lower()
     step.executable = compile_with(step.lowered, compiler_options(options))
-    _, metrics = step(lowering.initial_state(model, mesh, args.seed), lowering.shard_batch(dataset.batch(0, args.batch), mesh))
+    first = dataset.batch(0, args.batch)
+    rows_of = lambda rows: {k: x[rows] for k, x in first.items()}
+    _, metrics = step(lowering.initial_state(model, mesh, args.seed), lowering.shard_batch(rows_of, (args.batch, args.seq), mesh))
     return {k: float(v) for k, v in metrics.items()}
 
 
