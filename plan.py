@@ -86,7 +86,7 @@ def link_bandwidth(topology, chip):
 DTYPE_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s4": .5, "u4": .5}
 OP_LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 SCHEDULED_NOWHERE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id",
-                     "replica-id", "iota", "opt-barrier", "domain"}
+                     "replica-id", "iota", "recv", "opt-barrier", "domain"}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
 
@@ -240,6 +240,7 @@ class Replay:
     chip: Chip
     bandwidth: dict  # engine -> bytes/s
     slice_size: int  # devices of a slice
+    slices: int = 1
     seconds: dict = field(default_factory=dict)  # kind -> busy or waiting seconds that add up to the step
     hidden: dict = field(default_factory=dict)  # kind of transfer -> seconds hidden behind compute
     moved: dict = field(default_factory=dict)  # engine -> bytes
@@ -312,6 +313,10 @@ class Replay:
                 self.walk(max(branches, key=lambda b: len(self.computations[b])), times)
             elif code == "call":
                 self.walk(op.calls, times)
+            elif code == "send":
+                pending[rendezvous(op)] = self.over_dcn(op, times)
+            elif code == "recv-done":
+                self.wait(rendezvous(scope[op.operands[0]]), times, pending)
             elif code.endswith("-done") or code.endswith("-update") or self.calls(inner, "AsyncCollectiveDone"):
                 if not code.endswith("-update"):
                     self.wait(self.origin(scope, op, pending), times, pending)
@@ -368,6 +373,12 @@ class Replay:
         carried = self.calls(inner, "AsyncCollectiveStart")
         return self.start(engine, code, size * (n - 1) / n if n > 1 else 0, times,
                           body.attr(r"channel_id=(\d+)") if carried else None)
+
+    def over_dcn(self, op, times):
+        """A collective between slices: a send to the hosts' network now, its recv-done later."""
+        kind = (op.attr(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
+        size = max(a[2] for a in arrays(op.shape))
+        return self.start("dcn", f"dcn {kind}", size * (2 * (self.slices - 1) / self.slices if kind == "all-reduce" else 1), times)
 
     def start(self, engine, kind, size, times, channel=None):
         self.moved[engine] = self.moved.get(engine, 0) + size * times
@@ -428,6 +439,10 @@ def kind_of(scope, flops):
         if word in scope:
             return kind
     return "matmul" if flops else "elementwise"
+
+
+def rendezvous(op):
+    return op.attr(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
 def replica_group(attrs):
@@ -550,7 +565,7 @@ def report(args):
     bandwidth = {"ici": link_bandwidth(args.topology, chip), "dcn": chip.dcn * LINK_EFFICIENCY / chip.devices,
                  "host": HOST_BANDWIDTH, "hbm": chip.hbm_bandwidth}
     computations, entry = parse_hlo(text)
-    replay = Replay(computations, chip, bandwidth, devices.shape[1]).run(entry)
+    replay = Replay(computations, chip, bandwidth, devices.shape[1], args.slices).run(entry)
     rate = calibrate(chip)
 
     step_s = sum(replay.seconds.values())
