@@ -325,3 +325,38 @@ def test_a_grid_of_pictures_is_written(tmp_path):
     sample_flux.write_grid(images, tmp_path / "grid.png", ["black", "white", "grey"], columns=2, scale=2)
     sheet = np.asarray(Image.open(tmp_path / "grid.png"))
     assert sheet[10, 10].tolist() == [0] * 3 and sheet[10, 32].tolist() == [255] * 3 and sheet[46, 10].tolist() == [128] * 3
+
+
+def test_a_users_encoders_make_shards_and_pictures(tmp_path):
+    """Tiny random autoencoder, T5 and CLIP in FLUX.1's folder layout; its tokenizers are stand-ins, which know two words."""
+    import tokenizers
+    import transformers
+    from PIL import Image
+
+    folder = tmp_path / "flux"
+    diffusers.AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8), norm_num_groups=4, latent_channels=4, scaling_factor=0.3611,
+        shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False,
+        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4).save_pretrained(folder / "vae")
+    clip = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8,
+                max_position_embeddings=12, eos_token_id=1)
+    transformers.CLIPTextModel(transformers.CLIPTextConfig(**clip)).save_pretrained(folder / "text_encoder")
+    t5 = dict(d_model=24, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=8)
+    transformers.T5EncoderModel(transformers.T5Config(**t5)).save_pretrained(folder / "text_encoder_2")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2, "cat": 3}, "<unk>"))
+    words.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    for name in ("tokenizer", "tokenizer_2"):
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>").save_pretrained(folder / name)
+    (tmp_path / "pictures").mkdir()
+    for i in range(3):
+        Image.new("RGB", (40 + i, 30), (80 * i, 0, 0)).save(tmp_path / f"pictures/{i}.png")
+        (tmp_path / f"pictures/{i}.txt").write_text("cat" if i else "dog")
+
+    encoders = flux_data.Encoders(folder, SMALL)
+    flux_data.write_shards(encoders, tmp_path / "pictures", tmp_path / "shards", 32, rows=2)
+    data = flux_data.load(SMALL, str(tmp_path / "shards"))
+    assert (len(data.files), data.n, data.n_val, data.size) == (2, 2, 1, [4, 4])
+    text, pooled = encoders.text(["cat"])
+    for mine, stored in zip((text[0], pooled[0]), data.row(2)[1:]):
+        np.testing.assert_allclose(stored, mine, rtol=2e-3, atol=1e-3)  # stored in fp16
+    assert encoders.decode(data.row(2)[0][None]).shape == (1, 3, 32, 32)
