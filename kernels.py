@@ -18,12 +18,16 @@ Notable features:
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 Tensor = torch.Tensor
 
@@ -44,6 +48,10 @@ def splash_attention(q, k, v, segment_ids=None, *, causal=True, window=0, softca
     if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D or H % k.shape[1]:
         raise ValueError(f"splash_attention: q {tuple(q.shape)} does not go with k {tuple(k.shape)} and v "
                          f"{tuple(v.shape)}: want (B, H, T, D) and (B, K, S, D), K dividing H")
+    if not q.is_floating_point() or {k.dtype, v.dtype} != {q.dtype}:
+        raise ValueError(f"splash_attention: q {q.dtype}, k {k.dtype}, v {v.dtype}: want one floating dtype")
+    if segment_ids is not None and segment_ids.is_floating_point():
+        raise ValueError(f"splash_attention: segment_ids {segment_ids.dtype}: want integers")
     if segment_ids is not None and not tuple(segment_ids.shape) == (B, T) == (B, k.shape[2]):
         raise ValueError(f"splash_attention: segment_ids {tuple(segment_ids.shape)} with T={T}, S={k.shape[2]}: "
                          "want (B, T) and T == S")
@@ -141,6 +149,9 @@ def linear_cross_entropy(x, weight, targets, *, ignore_index=-100, z_loss=0.0, m
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or targets.shape != x.shape[:1]:
         raise ValueError(f"linear_cross_entropy: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets "
                          f"{tuple(targets.shape)}: want (N, D), (V, D), (N,)")
+    if not x.is_floating_point() or weight.dtype != x.dtype or targets.is_floating_point():
+        raise ValueError(f"linear_cross_entropy: x {x.dtype}, weight {weight.dtype}, targets {targets.dtype}: want one "
+                         "floating dtype, and integers")
     return torch.ops.tpu.linear_cross_entropy(x, weight, targets, ignore_index, z_loss, multiplier, softcap,
                                               as_list(blocks))[0]
 
@@ -473,6 +484,533 @@ def paired_backward_reference(g, x, gate, up, group_sizes, a, b, blocks):
     return dx, *(grouped_weights_reference(x, d, group_sizes).astype(gate.dtype) for d in (da, db))
 
 
+# ------------------------------------------------------------------------------- Pallas: block sizes
+
+VMEM_LIMIT = 48 * 2**20  # bytes, of the 64 MiB that tpu7x has, the least of v5e, v5p, v6e and tpu7x
+
+
+def resolve(cls, given, sizes, interpret):
+    """An op's list of block sizes as a blocks dataclass. sizes: {field: (length, strict)}.
+
+    [] stands for the defaults, cut down to divide the lengths. So is a field that is not strict, if given; of
+    the others, one that does not divide its length raises. The compiler wants multiples of 128.
+    """
+    unit = 1 if interpret else 128
+    blocks = cls(*given)
+    for field, (length, strict) in sizes.items():
+        length = getattr(blocks, length) if isinstance(length, str) else length
+        block = min(getattr(blocks, field), length)
+        if not given or not strict:
+            block = max((b for b in range(unit, block + 1, unit) if length % b == 0), default=0)
+        if block < 1 or length % block or block % unit:
+            raise ValueError(f"{cls.__name__}.{field}={getattr(blocks, field)} does not fit a length of {length}: want "
+                             f"a multiple of {unit} that divides it")
+        blocks = replace(blocks, **{field: block})
+    return blocks
+
+
+def check_vmem(blocks, **uses):
+    """uses: the bytes that a kernel keeps in VMEM, by what they hold (inputs and outputs twice: one being moved)."""
+    total = sum(uses.values())
+    if total > VMEM_LIMIT:
+        parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in uses.items())
+        raise ValueError(f"{blocks} takes {total / 2**20:.1f} MiB of VMEM ({parts}), the limit is {VMEM_LIMIT >> 20}")
+
+
+# --------------------------------------------------------------------------- splash attention: Pallas
+#
+# Scores are kept transposed, keys down the sublanes and queries along the lanes: a query's maximum, sum and
+# log-sum-exp are then one row (1, queries) that spreads over sublanes at no cost, and reductions over keys
+# are adds of whole registers instead of shuffles across lanes.
+#
+# Where the cycles go (tpu7x, a block of 1024 × 1024 at head dimension 128, bundles of 2 MXU and 4 vector slots):
+# forward 2,247 bundles, of them 1,030 at least for exp, 1,560 for 6,230 vector operations, 1,400 for the MXU;
+# backward 4,078, of them 3,880 for the MXU. A masked block takes 2,802 and 4,374. JAX's own: 3,346 and 5,315.
+
+
+@dataclass(frozen=True)
+class SplashBlocks:
+    """One grid step holds q queries and kv keys. Inside it, parts of *_compute are worked on one behind the
+    other, the matmuls of the next ones under the softmax of this one. The backward kernel keeps the gradients
+    of up to kv_resident keys in VMEM; longer sequences take one call for each such stretch."""
+
+    q: int = 1024
+    kv: int = 1024
+    q_compute: int = 512
+    kv_compute: int = 256
+    q_backward: int = 1024
+    kv_backward: int = 1024
+    q_compute_backward: int = 512
+    kv_compute_backward: int = 512
+    kv_resident: int = 8192
+
+
+FIRST, LAST, PARTIAL, FULL = 1, 2, 4, 8  # flags of a grid step: of its query block; its scores are masked or not
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # not -inf: MASKED - MASKED is 0, not NaN
+LOG2_E = math.log2(math.e)
+NN, NT, TN = ((((a,), (b,)), ((), ())) for a, b in ((1, 0), (1, 1), (0, 0)))  # x @ y, x @ y.T, x.T @ y
+
+
+def dot(x, y, dims):
+    return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+
+
+def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
+    """The grid's steps, query blocks in order and in each the blocks of `keys` (a range) that it sees.
+
+    -> q_of (steps,), kv_of (B * steps,), flags (B * steps,) int32: which blocks a step works on, and how. A step
+    whose documents do not meet has neither PARTIAL nor FULL. It names the next working step's keys: those are
+    fetched anyway, so it costs no fetch.
+    """
+    q_of, kv_of, flags = [], [], []
+    for i in range(T // block_q):
+        row = []
+        for j in range(keys.start // block_kv, keys.stop // block_kv):
+            # Keys minus queries, over the block: from the last query's view of the first key to the reverse.
+            low, high = j * block_kv - (i + 1) * block_q + 1, (j + 1) * block_kv - 1 - i * block_q
+            if not (causal and low > 0 or window and high <= -window):
+                full = not (causal and high > 0 or window and low <= -window)
+                row.append([i, j, FULL if full else PARTIAL])
+        row = row or [[i, keys.start // block_kv, 0]]  # sees nothing, but has zeros to write
+        row[0][2] |= FIRST
+        row[-1][2] |= LAST
+        for step in row:
+            for column, value in zip((q_of, kv_of, flags), step):
+                column.append(value)
+    q_of, kv_of, flags = (np.array(column, np.int32) for column in (q_of, kv_of, flags))
+    if segment_ids is None:
+        return q_of, np.tile(kv_of, B), np.tile(flags, B)
+
+    def ranges(block, of):
+        ids = segment_ids.reshape(B, -1, block)
+        return ids.min(-1)[:, of], ids.max(-1)[:, of]  # (B, steps) each
+
+    (q_low, q_high), (kv_low, kv_high) = ranges(block_q, q_of), ranges(block_kv, kv_of)
+    meet = (q_low <= kv_high) & (kv_low <= q_high) & (flags & (PARTIAL | FULL) > 0)
+    one = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low) & (flags & FULL > 0)
+    edges = flags & (FIRST | LAST)
+    flags = jnp.where(meet, jnp.where(one, FULL, PARTIAL), 0) | edges
+    steps = len(q_of)
+    following = lax.cummin(jnp.where(meet, jnp.arange(steps), steps - 1), axis=1, reverse=True)
+    return q_of, jnp.asarray(kv_of)[following].reshape(-1), flags.reshape(-1)
+
+
+def split_block(block_kv, block_q, kv, q):
+    """A block of scores in parts of kv × q: slices of keys and of queries."""
+    return [(pl.ds(s, kv), pl.ds(t, q)) for s in range(0, block_kv, kv) for t in range(0, block_q, q)]
+
+
+def ahead(fn, items, depth):
+    """Yields (item, fn(item)), with fn called `depth` items early: the scheduler keeps to the program's order
+    roughly, so this puts the next parts' matmuls beside this part's vector work."""
+    results = [fn(item) for item in items[:depth]]
+    for i, item in enumerate(items):
+        results += [fn(later) for later in items[i + depth:i + depth + 1]]
+        yield item, results.pop(0)
+
+
+def mask_scores(s, part, first_key, first_query, q_ids, kv_ids, causal, window, segmented):
+    """s: (keys, queries) of one part -> MASKED where the query may not see the key."""
+    keys, queries = part
+    iota = functools.partial(lax.broadcasted_iota, jnp.int32, s.shape)
+    distance = iota(0) - iota(1)
+    offset = first_key + keys.start - first_query - queries.start  # scalar: distance + offset is key - query
+    keep = []
+    if causal:
+        keep.append(distance <= -offset)
+    if window:
+        keep.append(distance > -window - offset)
+    if segmented:
+        keep.append(kv_ids[:, keys].T == q_ids[:, queries])
+    return jnp.where(functools.reduce(jnp.logical_and, keep, True), s, MASKED)
+
+
+def splash_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, q_ids, kv_ids, out_ref, lse_ref, m_ref, l_ref, acc_ref, *,
+                  parts, softcap, mask):
+    """q_ref: (q, D); k_ref, v_ref: (kv, D); out_ref: (q, D); lse_ref, m_ref, l_ref: (1, q); acc_ref: (D, q)."""
+    i = pl.program_id(2)
+    step = pl.program_id(0) * pl.num_programs(2) + i
+    flag, first_key, first_query = flags[step], kv_of[step] * k_ref.shape[0], q_of[i] * q_ref.shape[0]
+
+    @pl.when(flag & FIRST > 0)
+    def _():
+        m_ref[...] = jnp.full_like(m_ref, MASKED)
+        l_ref[...] = jnp.zeros_like(l_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    def attend(masked):
+        def scores(part):
+            keys, queries = part
+            s = dot(k_ref[keys, :], q_ref[queries, :], NT)  # (kv_compute, q_compute), in units of log 2
+            s = softcap * LOG2_E * jnp.tanh(s) if softcap else s
+            return mask(s, part, first_key, first_query, q_ids, kv_ids) if masked else s
+
+        for (keys, queries), s in ahead(scores, parts, 2):
+            m = jnp.maximum(m_ref[:, queries], s.max(0, keepdims=True))
+            p = jnp.exp2(s - m)
+            shrink = jnp.exp2(m_ref[:, queries] - m)
+            m_ref[:, queries] = m
+            l_ref[:, queries] = shrink * l_ref[:, queries] + p.sum(0, keepdims=True)
+            acc_ref[:, queries] = shrink * acc_ref[:, queries] + dot(v_ref[keys, :], p.astype(v_ref.dtype), TN)
+
+    pl.when(flag & FULL > 0)(lambda: attend(masked=False))
+    pl.when(flag & PARTIAL > 0)(lambda: attend(masked=True))
+
+    @pl.when(flag & LAST > 0)
+    def _():
+        m, l = m_ref[...], l_ref[...]
+        nothing = m == MASKED
+        out_ref[...] = (acc_ref[...] * jnp.where(nothing, 0, 1 / l)).T.astype(out_ref.dtype)
+        lse_ref[...] = jnp.where(nothing, jnp.inf, m / LOG2_E + jnp.log(l))
+
+
+def splash_pallas(q, k, v, segment_ids, causal, window, softcap, scale, blocks, interpret=False):
+    B, H, T, D = q.shape
+    K, S = k.shape[1:3]
+    blocks = splash_blocks(blocks, q, k, interpret)
+    block_q, block_kv = blocks.q, blocks.kv
+    q_of, kv_of, flags = splash_steps(B, T, causal, window, block_q, block_kv, range(S), segment_ids)
+    n = len(q_of)
+    ids_q, ids_kv = segment_rows(segment_ids, B, T, S)
+    kernel = functools.partial(
+        splash_kernel, parts=split_block(block_kv, block_q, blocks.kv_compute, blocks.q_compute), softcap=softcap,
+        mask=functools.partial(mask_scores, causal=causal, window=window, segmented=segment_ids is not None))
+    queries = pl.BlockSpec((None, None, block_q, D), lambda b, h, i, q_of, kv_of, flags: (b, h, q_of[i], 0))
+    keys = pl.BlockSpec((None, None, block_kv, D),
+                        lambda b, h, i, q_of, kv_of, flags: (b, lax.div(h, H // K), kv_of[b * n + i], 0))
+    out, lse = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(B, H, n),
+            in_specs=[
+                queries, keys, keys,
+                pl.BlockSpec((None, 1, block_q), lambda b, h, i, q_of, kv_of, flags: (b, 0, q_of[i])),
+                pl.BlockSpec((None, 1, block_kv), lambda b, h, i, q_of, kv_of, flags: (b, 0, kv_of[b * n + i])),
+            ],
+            out_specs=[
+                queries,
+                pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, q_of, kv_of, flags: (b, h, 0, q_of[i])),
+            ],
+            scratch_shapes=[pltpu.VMEM((1, block_q), jnp.float32), pltpu.VMEM((1, block_q), jnp.float32),
+                            pltpu.VMEM((D, block_q), jnp.float32)],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, H, 1, T), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"),
+                                             vmem_limit_bytes=VMEM_LIMIT),
+        interpret=interpret,
+        name="splash_attention",
+    )(q_of, kv_of, flags, scale_queries(q, scale, softcap), k, v, ids_q, ids_kv)
+    return out, lse.reshape(B, H, T)
+
+
+def splash_backward_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, q_ids, kv_ids,
+                           dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *, parts, softcap, mask, first_resident,
+                           dq_scale, dk_scale):
+    """q_ref, g_ref, dq_ref: (q, D); k_ref, v_ref: (kv, D); lse_ref (in units of log 2), delta_ref: (1, q);
+    dk_ref, dv_ref, dk_acc, dv_acc: (resident keys, D); dq_acc: (D, q)."""
+    group, groups, i, steps = pl.program_id(2), pl.num_programs(2), pl.program_id(3), pl.num_programs(3)
+    step = pl.program_id(0) * steps + i
+    flag, first_key, first_query = flags[step], kv_of[step] * k_ref.shape[0], q_of[i] * q_ref.shape[0]
+
+    @pl.when((group == 0) & (i == 0))
+    def _():
+        dk_acc[...] = jnp.zeros_like(dk_acc)
+        dv_acc[...] = jnp.zeros_like(dv_acc)
+
+    @pl.when(flag & FIRST > 0)
+    def _():
+        dq_acc[...] = jnp.zeros_like(dq_acc)
+
+    def attend(masked):
+        def matmuls(part):
+            keys, queries = part
+            return dot(k_ref[keys, :], q_ref[queries, :], NT), dot(v_ref[keys, :], g_ref[queries, :], NT)
+
+        for (keys, queries), (s, dp) in ahead(matmuls, parts, 1):
+            if softcap:
+                s = jnp.tanh(s)
+                dp_slope = 1 - s * s
+                s = softcap * LOG2_E * s
+            if masked:
+                s = mask(s, (keys, queries), first_key, first_query, q_ids, kv_ids)
+            p = jnp.exp2(s - lse_ref[:, queries])
+            ds = p * (dp - delta_ref[:, queries])
+            ds = (ds * dp_slope if softcap else ds).astype(q_ref.dtype)
+            rows = pl.ds(pl.multiple_of(first_key - first_resident + keys.start, keys.size), keys.size)
+            dv_acc[rows, :] += dot(p.astype(q_ref.dtype), g_ref[queries, :], NN)
+            dk_acc[rows, :] += dot(ds, q_ref[queries, :], NN)
+            dq_acc[:, queries] += dot(k_ref[keys, :], ds, TN)
+
+    pl.when(flag & FULL > 0)(lambda: attend(masked=False))
+    pl.when(flag & PARTIAL > 0)(lambda: attend(masked=True))
+
+    @pl.when(flag & LAST > 0)
+    def _():
+        dq_ref[...] = (dq_acc[...] * dq_scale).T.astype(dq_ref.dtype)
+
+    @pl.when((group == groups - 1) & (i == steps - 1))
+    def _():
+        dk_ref[...] = (dk_acc[...] * dk_scale).astype(dk_ref.dtype)
+        dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
+
+
+def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, softcap, scale, blocks, interpret=False):
+    B, H, T, D = q.shape
+    K, S = k.shape[1:3]
+    G = H // K
+    blocks = splash_blocks(blocks, q, k, interpret)
+    block_q, block_kv = blocks.q_backward, blocks.kv_backward
+    resident = max(blocks.kv_resident // block_kv, 1) * block_kv
+    delta = (g.astype(jnp.float32) * out).sum(-1)  # sum over keys of p * dp, by the definition of out
+    lse, delta = (lse * LOG2_E).reshape(B, H, 1, T), delta.reshape(B, H, 1, T)
+    ids_q, ids_kv = segment_rows(segment_ids, B, T, S)
+    dqs, dks, dvs = [], [], []
+    for start in range(0, S, resident):
+        keys = range(start, min(start + resident, S))
+        q_of, kv_of, flags = splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids)
+        n = len(q_of)
+        kernel = functools.partial(
+            splash_backward_kernel, softcap=softcap, first_resident=start, dq_scale=scale,
+            dk_scale=softcap or 1 / LOG2_E,  # the kernel's queries hold the scale already, see scale_queries
+            parts=split_block(block_kv, block_q, blocks.kv_compute_backward, blocks.q_compute_backward),
+            mask=functools.partial(mask_scores, causal=causal, window=window, segmented=segment_ids is not None))
+        query_rows = pl.BlockSpec((None, None, block_q, D), lambda b, k, group, i, q_of, kv_of, flags:
+                                  (b, k * G + group, q_of[i], 0))
+        query_stats = pl.BlockSpec((None, None, 1, block_q), lambda b, k, group, i, q_of, kv_of, flags:
+                                   (b, k * G + group, 0, q_of[i]))
+        key_rows = pl.BlockSpec((None, None, block_kv, D), lambda b, k, group, i, q_of, kv_of, flags:
+                                (b, k, kv_of[b * n + i], 0))
+        key_grads = pl.BlockSpec((None, None, len(keys), D), lambda b, k, group, i, q_of, kv_of, flags: (b, k, 0, 0))
+        dq, dk, dv = pl.pallas_call(
+            kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=3,
+                grid=(B, K, G, n),
+                in_specs=[
+                    query_rows, key_rows, key_rows, query_rows, query_stats, query_stats,
+                    pl.BlockSpec((None, 1, block_q), lambda b, k, group, i, q_of, kv_of, flags: (b, 0, q_of[i])),
+                    pl.BlockSpec((None, 1, block_kv), lambda b, k, group, i, q_of, kv_of, flags:
+                                 (b, 0, kv_of[b * n + i])),
+                ],
+                out_specs=[query_rows, key_grads, key_grads],
+                scratch_shapes=[pltpu.VMEM((D, block_q), jnp.float32), pltpu.VMEM((len(keys), D), jnp.float32),
+                                pltpu.VMEM((len(keys), D), jnp.float32)],
+            ),
+            out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype if len(keys) == S else jnp.float32),
+                       jax.ShapeDtypeStruct((B, K, len(keys), D), k.dtype),
+                       jax.ShapeDtypeStruct((B, K, len(keys), D), v.dtype)],
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT),
+            interpret=interpret,
+            name="splash_attention_backward",
+        )(q_of, kv_of, flags, scale_queries(q, scale, softcap), k, v, g, lse, delta, ids_q, ids_kv)
+        for grads, grad in zip((dqs, dks, dvs), (dq, dk, dv)):
+            grads.append(grad)
+    return sum(dqs).astype(q.dtype), jnp.concatenate(dks, 2), jnp.concatenate(dvs, 2)
+
+
+def scale_queries(q, scale, softcap):
+    """What multiplies every score, put on the queries: exp(x) is exp2(x * log2 e), which saves a multiplication."""
+    return (q.astype(jnp.float32) * (scale / softcap if softcap else scale * LOG2_E)).astype(q.dtype)
+
+
+def segment_rows(segment_ids, B, T, S):
+    """Rows of segment ids, (B, 1, T) and (B, 1, S)."""
+    if segment_ids is None:
+        return jnp.zeros((B, 1, T), jnp.int32), jnp.zeros((B, 1, S), jnp.int32)
+    return segment_ids[:, None], segment_ids[:, None]
+
+
+def splash_blocks(blocks, q, k, interpret):
+    T, S, D = q.shape[2], k.shape[2], q.shape[3]
+    blocks = resolve(SplashBlocks, blocks, {
+        "q": (T, True), "kv": (S, True), "q_compute": ("q", False), "kv_compute": ("kv", False),
+        "q_backward": (T, True), "kv_backward": (S, True), "q_compute_backward": ("q_backward", False),
+        "kv_compute_backward": ("kv_backward", False)}, interpret)
+    size = q.dtype.itemsize * D
+    part = 4 * 4 * blocks.q_compute * blocks.kv_compute
+    check_vmem(blocks, q_and_out=4 * blocks.q * size, k_and_v=4 * blocks.kv * size, accumulator=4 * blocks.q * (D + 16),
+               scores=part)
+    resident = min(blocks.kv_resident, S)
+    part = 6 * 4 * blocks.q_compute_backward * blocks.kv_compute_backward
+    check_vmem(blocks, q_g_dq=6 * blocks.q_backward * size, k_and_v=4 * blocks.kv_backward * size,
+               dk_and_dv=2 * resident * (2 * size + 4 * D), accumulator=4 * blocks.q_backward * D, scores=part)
+    return blocks
+
+
+# ---------------------------------------------------------------- fused linear cross-entropy: Pallas
+#
+# As in attention, logits are kept transposed, vocabulary down the sublanes: what belongs to a token is a row
+# (1, tokens). The backward pass computes the logits twice, once for each gradient: one kernel for both would
+# have to keep the sum of one of them in HBM.
+
+
+@dataclass(frozen=True)
+class CrossEntropyBlocks:
+    """A grid step holds the logits of `vocab` words for `tokens` tokens, over the whole width of the model."""
+
+    tokens: int = 1024
+    vocab: int = 512
+
+
+def logit_tile(x_ref, w_ref, first_word, multiplier, softcap):
+    """-> logits (words, tokens) fp32 and the words' numbers (words, 1). The last tile may reach behind the
+    vocabulary's end, into memory that holds anything: callers mask it, products with it too since 0 * NaN is NaN."""
+    z = multiplier * dot(w_ref[...], x_ref[...], NT)
+    word = first_word + lax.broadcasted_iota(jnp.int32, (w_ref.shape[0], 1), 0)
+    return softcap * jnp.tanh(z / softcap) if softcap else z, word
+
+
+def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l_ref, *, vocab, multiplier, softcap):
+    """x_ref: (tokens, D); w_ref: (words, D); the others (1, tokens): lse, the target's logit, online softmax."""
+    tile, tiles = pl.program_id(1), pl.num_programs(1)
+
+    @pl.when(tile == 0)
+    def _():
+        m_ref[...] = jnp.full_like(m_ref, MASKED)
+        l_ref[...] = jnp.zeros_like(l_ref)
+        picked_ref[...] = jnp.zeros_like(picked_ref)
+
+    z, word = logit_tile(x_ref, w_ref, tile * w_ref.shape[0], multiplier, softcap)
+    z = jnp.where(word < vocab, z, MASKED)
+    m = jnp.maximum(m_ref[...], z.max(0, keepdims=True))
+    l_ref[...] = l_ref[...] * jnp.exp(m_ref[...] - m) + jnp.exp(z - m).sum(0, keepdims=True)
+    m_ref[...] = m
+    picked_ref[...] += jnp.where(word == target_ref[...], z, 0).sum(0, keepdims=True)
+
+    @pl.when(tile == tiles - 1)
+    def _():
+        lse_ref[...] = m_ref[...] + jnp.log(l_ref[...])
+
+
+def logit_gradients(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, first_word, vocab, multiplier, softcap):
+    """-> gradients with respect to x @ w.T, (words, tokens). p_ref and hit_ref (1, tokens): what the loss's
+    gradient multiplies the probabilities and the target's 1 with."""
+    z, word = logit_tile(x_ref, w_ref, first_word, multiplier, softcap)
+    dz = jnp.exp(z - lse_ref[...]) * p_ref[...] - jnp.where(word == target_ref[...], hit_ref[...], 0)
+    dz = dz * (1 - (z / softcap) ** 2) if softcap else dz
+    return jnp.where(word < vocab, dz * multiplier, 0).astype(x_ref.dtype), word
+
+
+def cross_entropy_dx_kernel(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, dx_ref, acc_ref, *, vocab, **options):
+    """Grid (tokens, vocabulary): acc_ref (tokens, D) sums over the vocabulary."""
+    tile, tiles = pl.program_id(1), pl.num_programs(1)
+
+    @pl.when(tile == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    dz, word = logit_gradients(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, tile * w_ref.shape[0],
+                               vocab, **options)
+    acc_ref[...] += dot(dz, jnp.where(word < vocab, w_ref[...], 0), TN)
+
+    @pl.when(tile == tiles - 1)
+    def _():
+        dx_ref[...] = acc_ref[...].astype(dx_ref.dtype)
+
+
+def cross_entropy_dw_kernel(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, dw_ref, acc_ref, *, vocab, **options):
+    """Grid (vocabulary, tokens): acc_ref (words, D) sums over the tokens."""
+    word_tile, tile, tiles = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+
+    @pl.when(tile == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    dz, _ = logit_gradients(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, word_tile * w_ref.shape[0],
+                               vocab, **options)
+    acc_ref[...] += dot(dz, x_ref[...], NN)
+
+    @pl.when(tile == tiles - 1)
+    def _():
+        dw_ref[...] = acc_ref[...].astype(dw_ref.dtype)
+
+
+def cross_entropy_call(kernel, name, x, weight, rows, blocks, words_outer, out_shapes, scratch, interpret):
+    """One of the three kernels over its grid. rows: arrays of one number a token, (1, N). out_shapes: (1, N) for
+    rows, (N, D) or (V, D). scratch: shapes of fp32 scratch."""
+    (N, D), V = x.shape, weight.shape[0]
+    tokens, vocab = blocks.tokens, blocks.vocab
+    grid = (N // tokens, pl.cdiv(V, vocab))
+
+    def spec(shape, index):  # index: of the block, from (token block, word block)
+        return pl.BlockSpec(shape, (lambda v, n: index(n, v)) if words_outer else index)
+
+    row, x_rows, w_rows = (spec((1, tokens), lambda n, v: (0, n)), spec((tokens, D), lambda n, v: (n, 0)),
+                           spec((vocab, D), lambda n, v: (v, 0)))
+    out_specs = {(1, N): row, (N, D): x_rows, (V, D): w_rows}
+    return pl.pallas_call(
+        kernel,
+        grid=grid[::-1] if words_outer else grid,
+        in_specs=[x_rows, w_rows] + [row] * len(rows),
+        out_specs=[out_specs[s.shape] for s in out_shapes],
+        out_shape=out_shapes,
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"),
+                                             vmem_limit_bytes=VMEM_LIMIT),
+        interpret=interpret,
+        name=name,
+    )(x, weight, *rows)
+
+
+def pad_tokens(n, *arrays):
+    """Arrays of N tokens with zeros behind them, up to n."""
+    return [jnp.pad(a, [(0, n - a.shape[0])] + [(0, 0)] * (a.ndim - 1)) for a in arrays]
+
+
+def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, softcap, blocks, interpret=False):
+    N = x.shape[0]
+    blocks = cross_entropy_blocks(blocks, x, weight, interpret)
+    valid = targets != ignore_index
+    padded, target_row = pad_tokens(-(-N // blocks.tokens) * blocks.tokens, x, jnp.where(valid, targets, -1))
+    row = jax.ShapeDtypeStruct((1, len(padded)), jnp.float32)
+    lse, picked = cross_entropy_call(
+        functools.partial(cross_entropy_kernel, vocab=weight.shape[0], multiplier=multiplier, softcap=softcap),
+        "linear_cross_entropy", padded, weight, [target_row[None]], blocks, False, [row, row],
+        [(1, blocks.tokens)] * 2, interpret)
+    lse, picked = lse[0, :N], picked[0, :N]
+    return jnp.where(valid, lse - picked + z_loss * lse ** 2, 0), lse
+
+
+def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap, blocks,
+                                  interpret=False):
+    N = x.shape[0]
+    blocks = cross_entropy_blocks(blocks, x, weight, interpret)
+    hit = jnp.where(targets != ignore_index, g, 0)
+    padded, *rows = pad_tokens(-(-N // blocks.tokens) * blocks.tokens, x, targets, lse,
+                               hit * (1 + 2 * z_loss * lse), hit)
+    rows = [row[None] for row in rows]
+    options = dict(vocab=weight.shape[0], multiplier=multiplier, softcap=softcap)
+    dx, = cross_entropy_call(
+        functools.partial(cross_entropy_dx_kernel, **options), "linear_cross_entropy_dx", padded, weight,
+        rows, blocks, False, [jax.ShapeDtypeStruct(padded.shape, x.dtype)], [(blocks.tokens, x.shape[1])], interpret)
+    dw, = cross_entropy_call(
+        functools.partial(cross_entropy_dw_kernel, **options), "linear_cross_entropy_dw", padded, weight,
+        rows, blocks, True, [jax.ShapeDtypeStruct(weight.shape, weight.dtype)], [(blocks.vocab, x.shape[1])], interpret)
+    return dx[:N], dw
+
+
+def cross_entropy_blocks(blocks, x, weight, interpret):
+    """Block sizes for N tokens, padded to a multiple. The defaults halve until they fit the model's width."""
+    (N, D), size = x.shape, x.dtype.itemsize
+    unit = 1 if interpret else 128
+    N, V = (-(-n // unit) * unit for n in (N, weight.shape[0]))
+    given = CrossEntropyBlocks(*blocks)
+
+    def vmem(b):
+        return {"x_and_dx": 4 * b.tokens * D * size, "w_and_dw": 4 * b.vocab * D * size,
+                "accumulator": 4 * max(b.tokens, b.vocab) * D, "logits": 4 * 4 * b.tokens * b.vocab}
+
+    b = CrossEntropyBlocks(min(given.tokens, N), min(given.vocab, V))
+    while not blocks and sum(vmem(b).values()) > VMEM_LIMIT and max(b.tokens, b.vocab) > 128:
+        b = replace(b, **{"tokens": b.tokens // 2} if b.tokens > b.vocab else {"vocab": b.vocab // 2})
+    if b.tokens % unit or b.vocab % unit:
+        raise ValueError(f"{given}: want multiples of {unit}")
+    check_vmem(b, **vmem(b))
+    return b
+
+
 # ---------------------------------------------------------------------------------------- lowerings
 
 
@@ -482,7 +1020,7 @@ def lowerings(kind):
     if kind not in ("reference", "interpret", "pallas"):
         raise ValueError(f'kernels must be "reference", "interpret" or "pallas" (got {kind!r})')
     ops = torch.ops.tpu
-    return {
+    table = {
         ops.splash_attention.default: splash_reference,
         ops.splash_attention_backward.default: splash_backward_reference,
         ops.linear_cross_entropy.default: cross_entropy_reference,
@@ -492,3 +1030,12 @@ def lowerings(kind):
         ops.paired_grouped_matmul.default: paired_reference,
         ops.paired_grouped_matmul_backward.default: paired_backward_reference,
     }
+    if kind != "reference":
+        pallas = {
+            ops.splash_attention.default: splash_pallas,
+            ops.splash_attention_backward.default: splash_backward_pallas,
+            ops.linear_cross_entropy.default: cross_entropy_pallas,
+            ops.linear_cross_entropy_backward.default: cross_entropy_backward_pallas,
+        }
+        table |= {op: functools.partial(f, interpret=kind == "interpret") for op, f in pallas.items()}
+    return table
