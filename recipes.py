@@ -44,12 +44,13 @@ OVERLAP_ALL_GATHER = {
 }
 
 # v6e: gathers and reductions run on the SparseCores, beside whatever the TensorCore does. tpu7x does so by default.
-# (v6e has no reduce-scatter: the compiler sends a whole all-reduce, twice the bytes, and slices; with these it is hidden.
-# MaxText's xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1 and its kin change nothing on libtpu 0.0.42.)
+# The ND reduce-scatter is the one that keeps a reduce-scatter: without it libtpu 0.0.42 sends a whole all-reduce, twice
+# the bytes, and slices (MaxText's xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1 and its kin change nothing).
 # Can change rounding: another order of the sum.
 SPARSECORE = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
     "xla_tpu_enable_all_gather_offload_tracing": "true",  # named in profiles
     "xla_tpu_enable_reduce_scatter_offload_tracing": "true",
