@@ -325,6 +325,16 @@ class Flux(nn.Module):
         x = layer_norm(x[:, -n_image:], c.norm_eps) * (1 + scale) + shift
         return unpatchify(self.proj_out(x).float(), H, W)
 
+    def batch_spec(self, rows, seq):
+        """What loss reads, as meta tensors: rows of config.n_text text tokens and a square picture, together seq."""
+        c, side = self.config, math.isqrt(max(seq - self.config.n_text, 0))
+        if side == 0 or c.n_text + side * side != seq:
+            raise ValueError(f"seq {seq} is not {c.n_text} tokens of text and a square number of image tokens")
+        latents = (c.channels, 2 * side, 2 * side)
+        shapes = {"guidance": (), "latents": latents, "noise": latents, "pooled": (c.pooled_dim,), "t": (),
+                  "text": (c.n_text, c.text_dim)}
+        return {name: torch.empty(rows, *shape, device="meta") for name, shape in shapes.items()}
+
     def loss(self, batch, psum=lambda x: x):
         """This device's share of the mean squared error of the velocity (rectified flow, arXiv:2209.03003).
 

@@ -33,7 +33,7 @@ DROP = 0.1  # of the captions are dropped, for classifier-free guidance (arXiv:2
 
 class Data:
     """What shapes and shards share: a row's random numbers. A subclass has n rows and row(i) -> (latents, text,
-    text, pooled), empty -> (text, pooled), and shift: how far timesteps move towards the noise (flux.shift_time)."""
+    text, pooled), empty -> (text, pooled), shift: how far timesteps move towards the noise (flux.shift_time), and seq: tokens in a row, text and image."""
 
     guidance = 1.0  # the scale that training tells the model: 1 is plain sampling
 
@@ -76,7 +76,7 @@ class Shapes(Data):
 
     def __init__(self, config, seed=0, side=32):
         super().__init__(100_000, 256, seed)
-        self.config, self.side = config, side
+        self.config, self.side, self.seq = config, side, config.n_text + (side // 4) ** 2
         self.empty = embed("", config)
 
     def __str__(self):
@@ -160,8 +160,8 @@ class Shards(Data):
             if len(size) != 2 or channels != config.channels or any(shapes.get(k) != (n, *s) for k, s in want.items()):
                 raise DataError(f"--data {file} holds {shapes}; the model wants n rows of latents ({config.channels}, "
                                 f"H, W), text {want['text']} and pooled {want['pooled']}")
-            if any(s % 2 for s in size):
-                raise DataError(f"--data {file}: latents of {size} do not divide into patches of 2 x 2")
+            if size[0] != size[1] or size[0] % 2:
+                raise DataError(f"--data {file}: latents of {size}; they must be square, their width even")
             if self.files and size != self.size:
                 raise DataError(f"--data {file}: latents of {size}, but {self.files[0]} has {self.size}: "
                                 "give one folder for each picture size")
@@ -173,7 +173,8 @@ class Shards(Data):
             raise DataError(f"--data {path} holds {total} rows, and one to train on and one to validate is the least")
         if self.empty is None:
             self.empty = np.zeros((config.n_text, config.text_dim)), np.zeros(config.pooled_dim)
-        self.shift = shift_of(self.size[0] * self.size[1] // 4)
+        self.seq = config.n_text + self.size[0] * self.size[1] // 4
+        self.shift = shift_of(self.seq - config.n_text)
         n_val = max(1, min(total // 20, 1024))
         super().__init__(total - n_val, n_val, seed)
 
