@@ -836,7 +836,7 @@ def parse(argv):
     that later ones override them."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     p.error = lambda message: (_ for _ in ()).throw(UsageError(message))
-    add_flags(p)
+    recipes.add_flags(p)
     p.add_argument("--chips", type=lambda s: [int(c) for c in s.split(",")], help="scaling: only these numbers of chips")
     p.add_argument("--hlo", metavar="FILE", help="write the compiler's optimized HLO")
     command, argv = (argv[0], argv[1:]) if argv[:1] and argv[0] in COMMANDS else ("plan", argv)
@@ -844,9 +844,10 @@ def parse(argv):
     if mine.recipe and mine.recipe not in recipes.RECIPES:
         raise UsageError(f"--recipe {mine.recipe} is not one of: {', '.join(recipes.RECIPES)}")
     if mine.recipe:
-        mine, rest = p.parse_known_args(recipes.argv_of(mine.recipe) + argv)
+        mine, rest = p.parse_known_args(recipes.argv_of(mine.recipe) + recipes.chips_of(mine.recipe) + argv)
     if not mine.topology and command != "flags":
         raise UsageError(f"--topology NAME or --recipe NAME is needed. Topologies: {', '.join(KNOWN)}; recipes: {', '.join(recipes.RECIPES)}")
+    mine.per_device_batch = mine.per_device_batch or 1
     args = train.parse_args(rest)
     for key, value in vars(mine).items():
         setattr(args, key, value)
@@ -854,18 +855,6 @@ def parse(argv):
 
 
 COMMANDS = {"plan": plan, "batch": batch, "scaling": scaling, "flags": flags}
-
-
-def add_flags(p):
-    """The planning flags, for train.py's parser too."""
-    p.add_argument("--topology", metavar="NAME", help="compile for a TPU that is not here, e.g. v6e:4x4, and stop")
-    p.add_argument("--slices", type=int, default=1, help="so many of the topology, over the data-center network")
-    p.add_argument("--recipe", metavar="NAME", help=f"flags of a full-size run, before all others: {', '.join(recipes.RECIPES)}")
-    p.add_argument("--per-device-batch", type=int, default=1, help="rows a device, with --topology")
-    p.add_argument("--libtpu-init-flags", metavar="FLAGS", help='compiler flags, "--xla_a=1 --xla_b=2"')
-    p.add_argument("--xla-flags", dest="libtpu_init_flags", metavar="FLAGS", help="the same")
-    p.add_argument("--report", metavar="FILE.json", help="the plan as flat JSON")
-    p.add_argument("--picture", metavar="FILE.png", help="the plan as a picture")
 
 
 def main(argv=None):

@@ -84,7 +84,23 @@ def flags_of(name):
 
 
 def argv_of(name):
-    """A recipe as command-line flags, to be followed by the user's own."""
+    """A recipe as command-line flags, to be followed by the user's own; without the chips, which training finds."""
     r = RECIPES[name]
-    return ["--model", r.model, "--size", r.size, "--topology", r.topology, "--slices", str(r.slices), "--seq", str(r.seq),
-            "--per-device-batch", str(r.batch), "--libtpu-init-flags=" + flags_of(name), *r.args]
+    return ["--model", r.model, "--size", r.size, "--seq", str(r.seq), "--per-device-batch", str(r.batch),
+            "--libtpu-init-flags=" + flags_of(name), *r.args]
+
+
+def chips_of(name):
+    return ["--topology", RECIPES[name].topology, "--slices", str(RECIPES[name].slices)]
+
+
+def add_flags(p):
+    """Flags of recipes and plans, for the parsers of train.py and plan.py."""
+    p.add_argument("--topology", metavar="NAME", help="compile for a TPU that is not here, e.g. v6e:4x4, and stop")
+    p.add_argument("--slices", type=int, default=1, help="so many of the topology, over the data-center network")
+    p.add_argument("--recipe", metavar="NAME", help=f"flags of a full-size run, before all others: {', '.join(RECIPES)}")
+    p.add_argument("--per-device-batch", type=int, metavar="N", help="rows a device, instead of --batch")
+    p.add_argument("--libtpu-init-flags", metavar="FLAGS", help='compiler flags, "--xla_a=1 --xla_b=2"')
+    p.add_argument("--xla-flags", dest="libtpu_init_flags", metavar="FLAGS", help="the same")
+    p.add_argument("--report", metavar="FILE.json", help="the plan as flat JSON")
+    p.add_argument("--picture", metavar="FILE.png", help="the plan as a picture")
