@@ -32,8 +32,9 @@ DROP = 0.1  # of the captions are dropped, for classifier-free guidance (arXiv:2
 
 
 class Data:
-    """What shapes and shards share: a row's random numbers. A subclass has n rows and row(i) -> (latents, text,
-    text, pooled), empty -> (text, pooled), shift: how far timesteps move towards the noise (flux.shift_time), and seq: tokens in a row, text and image."""
+    """What shapes and shards share: a row's random numbers. A subclass has n rows, row(i) -> (latents, text,
+    pooled), empty: (text, pooled), shift: how far timesteps move towards the noise (flux.shift_time), and seq: tokens
+    in a row, text and image."""
 
     guidance = 1.0  # the scale that training tells the model: 1 is plain sampling
 

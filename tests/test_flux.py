@@ -319,6 +319,15 @@ def test_sampling_is_diffusers_pipeline(tmp_path):
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
 
 
+def test_the_command_writes_a_picture_of_a_saved_model(tmp_path):
+    config = dataclasses.replace(SMALL, channels=12)
+    theirs(config).save_pretrained(tmp_path / "model")
+    argv = ["--hf", str(tmp_path / "model"), "--steps", "2", "--pixels", "16", "--prompt"]
+    assert sample_flux.main([*argv, "a red circle", "--out", str(tmp_path / "a.png")]) is None
+    assert (tmp_path / "a.png").stat().st_size > 100
+    assert sample_flux.main(["--hf", str(tmp_path / "nothing")]) == 2
+
+
 def test_a_grid_of_pictures_is_written(tmp_path):
     from PIL import Image
 
