@@ -16,7 +16,9 @@ Notable features:
 """
 
 import functools
+import json
 import math
+import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -454,9 +456,9 @@ def grouped_weights_reference(x, g, group_sizes):
     end = jnp.cumsum(group_sizes)
 
     def tile(i, dw):
-        x_tile, g_tile = (lax.dynamic_slice_in_dim(t, first[i], ROWS) for t in (x, g))
         own = (first[i] + jnp.arange(ROWS) < end[expert[i]])[:, None]
-        return dw.at[expert[i]].add(jnp.matmul(jnp.where(own, x_tile, 0).T, g_tile, preferred_element_type=jnp.float32))
+        x_tile, g_tile = (jnp.where(own, lax.dynamic_slice_in_dim(t, first[i], ROWS), 0) for t in (x, g))
+        return dw.at[expert[i]].add(jnp.matmul(x_tile.T, g_tile, preferred_element_type=jnp.float32))
 
     return lax.fori_loop(0, n, tile, jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]), jnp.float32))
 
@@ -484,7 +486,7 @@ def paired_backward_reference(g, x, gate, up, group_sizes, a, b, blocks):
     return dx, *(grouped_weights_reference(x, d, group_sizes).astype(gate.dtype) for d in (da, db))
 
 
-# ------------------------------------------------------------------------------- Pallas: block sizes
+# ------------------------------------------------------------------- Pallas: what the kernels share
 
 VMEM_LIMIT = 48 * 2**20  # bytes, of the 64 MiB that tpu7x has, the least of v5e, v5p, v6e and tpu7x
 
@@ -515,6 +517,13 @@ def check_vmem(blocks, **uses):
     if total > VMEM_LIMIT:
         parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in uses.items())
         raise ValueError(f"{blocks} takes {total / 2**20:.1f} MiB of VMEM ({parts}), the limit is {VMEM_LIMIT >> 20}")
+
+
+NN, NT, TN = (1, 0), (1, 1), (0, 0)  # the dimensions that x @ y, x @ y.T, x.T @ y sum over
+
+
+def dot(x, y, contract=NN):
+    return lax.dot_general(x, y, ((contract[:1], contract[1:]), ((), ())), preferred_element_type=jnp.float32)
 
 
 # --------------------------------------------------------------------------- splash attention: Pallas
@@ -548,11 +557,6 @@ class SplashBlocks:
 FIRST, LAST, PARTIAL, FULL = 1, 2, 4, 8  # flags of a grid step: of its query block; its scores are masked or not
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # not -inf: MASKED - MASKED is 0, not NaN
 LOG2_E = math.log2(math.e)
-NN, NT, TN = ((((a,), (b,)), ((), ())) for a, b in ((1, 0), (1, 1), (0, 0)))  # x @ y, x @ y.T, x.T @ y
-
-
-def dot(x, y, dims):
-    return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
 
 
 def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
@@ -1011,31 +1015,288 @@ def cross_entropy_blocks(blocks, x, weight, interpret):
     return b
 
 
+# ---------------------------------------------------------------------------- grouped matmul: Pallas
+#
+# x's rows are cut into tiles at fixed places. A group's rows lie in some tiles, and a tile on a border holds
+# rows of several groups; the grid makes one visit for each group and each tile that it lies in. Which ones is data:
+# the visits are computed by XLA and prefetched as scalars, from which the block specs pick what to fetch. A
+# group's visits follow each other, so its weights are fetched once and stay.
+#
+# The contraction (D forward, F for dx) is never cut: no accumulator is read, added to and written between
+# blocks, and the matrix unit's own accumulation runs on. Hence also one visit writes one block.
+
+
+@dataclass(frozen=True)
+class GroupedBlocks:
+    """Forward: x (rows, D) @ w (D, columns). dx: g (dx_rows, F) @ w.T (F, dx_columns). dw: (dw_d, dw_f) of a
+    group's gradient from dw_rows rows at a time. More rows use the matrix unit better, but a border's tile is
+    computed once for each group in it: n / rows + experts - 1 visits."""
+    rows: int
+    columns: int
+    dx_rows: int
+    dx_columns: int
+    dw_rows: int
+    dw_d: int
+    dw_f: int
+
+
+# bench.py tune writes it: {chip: {"kernel sizes": the blocks' fields in order}}
+TUNED_FILE = pathlib.Path(__file__).with_name("tuned_blocks.json")
+TUNED = json.loads(TUNED_FILE.read_text()) if TUNED_FILE.exists() else {}
+VMEM_MIB = {"v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64}  # fast memory per core
+
+
+def grouped_vmem(blocks, D, F, pair, itemsize):
+    """Bytes of fast memory of the forward, dx and dw kernels: each block twice, so that the next one's copy runs
+    under the current one's arithmetic, and what stays between (fp32)."""
+    b, n = blocks, 2 if pair else 1
+    forward = 2 * itemsize * (b.rows * D + n * D * b.columns + (2 * n - 1) * b.rows * b.columns) + 4 * n * b.rows * b.columns
+    dx = 2 * itemsize * (n * b.dx_rows * F + n * F * b.dx_columns + b.dx_rows * b.dx_columns) + 4 * b.dx_rows * b.dx_columns
+    dw = (2 * itemsize * (b.dw_rows * b.dw_d + n * b.dw_rows * b.dw_f + n * b.dw_d * b.dw_f)
+          + 4 * (n + 1) * b.dw_d * b.dw_f)  # one result before it is added to its accumulator
+    return {"forward": forward, "dx": dx, "dw": dw}
+
+
+def cuts(size):
+    """What a dimension may be cut into: itself and its divisors that are whole lanes, largest first."""
+    return [size] + [c for c in range(size - size % 128, 0, -128) if size % c == 0 and c < size]
+
+
+def grouped_blocks(D, F, pair, itemsize, chip):
+    """The tuned blocks (bench.py tune), or the widest that fit."""
+    tuned = TUNED.get(chip, {}).get(f"{'paired_' if pair else ''}grouped_matmul D={D} F={F}")
+    if tuned:
+        return GroupedBlocks(*tuned)
+
+    def fits(**kw):
+        blocks = replace(GroupedBlocks(256, 128, 256, 128, 256, 128, 128), **kw)
+        sizes = grouped_vmem(blocks, D, F, pair, itemsize)
+        return sizes["dw" if "dw_f" in kw else "dx" if "dx_columns" in kw else "forward"] <= vmem_limit(chip)
+
+    columns = next((c for c in cuts(F) if fits(columns=c)), cuts(F)[-1])
+    dx_columns = next((c for c in cuts(D) if fits(dx_columns=c)), cuts(D)[-1])
+    dw_f, dw_d = next(((f, d) for f in cuts(F) for d in cuts(D) if d * f <= 2 ** 21 and fits(dw_d=d, dw_f=f)),
+                      (cuts(F)[-1], cuts(D)[-1]))
+    return GroupedBlocks(256, columns, 256, dx_columns, 256, dw_d, dw_f)
+
+
+def vmem_limit(chip):
+    if chip not in VMEM_MIB:
+        raise ValueError(f"chip must be one of {', '.join(VMEM_MIB)} (got {chip!r})")
+    return VMEM_MIB[chip] * 2 ** 20 * 7 // 8  # the rest is the compiler's
+
+
+def check_grouped_blocks(blocks, D, F, pair, dtype, chip):
+    for name, size, block in (("columns", F, blocks.columns), ("dx_columns", D, blocks.dx_columns),
+                              ("dw_d", D, blocks.dw_d), ("dw_f", F, blocks.dw_f)):
+        if block not in cuts(size):
+            raise ValueError(f"grouped_matmul: {name}={block} must be {size} or a multiple of 128 that divides it")
+    for name in ("rows", "dx_rows", "dw_rows"):
+        if getattr(blocks, name) % 16 or getattr(blocks, name) <= 0:
+            raise ValueError(f"grouped_matmul: {name}={getattr(blocks, name)} must be a multiple of 16")
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"grouped_matmul: want bfloat16 or float32 (got {dtype})")
+    for kernel, size in grouped_vmem(blocks, D, F, pair, dtype.itemsize).items():
+        if size > vmem_limit(chip):
+            raise ValueError(f"grouped_matmul: {kernel} needs {size / 2**20:.1f} MiB of VMEM, {chip} has "
+                             f"{vmem_limit(chip) / 2**20:.0f} MiB for it: D={D}, F={F}, {blocks}")
+
+
+def visits(group_sizes, n, rows, every_group):
+    """-> how many, and for each visit its group, tile of rows, and where in the tile the group begins and ends.
+
+    The rows behind the last group count as one more group, len(group_sizes). every_group: that one is left
+    out, and empty groups are visited once too.
+    """
+    sizes = group_sizes if every_group else jnp.append(group_sizes, n - group_sizes.sum())
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+    tiles = pl.cdiv(n, rows)
+    first = jnp.minimum(starts // rows, tiles - 1)
+    count = jnp.where(sizes > 0, pl.cdiv(ends, rows) - first, int(every_group))
+    last = jnp.cumsum(count)
+    visit = jnp.arange(tiles + len(group_sizes))  # a border adds one visit; some of these remain unused
+    group = jnp.minimum(jnp.searchsorted(last, visit, side="right"), len(sizes) - 1)
+    tile = jnp.minimum(first[group] + visit - (last - count)[group], tiles - 1)
+    begin, end = (x[group] - tile * rows for x in (starts, ends))
+    return last[-1], [x.astype(jnp.int32) for x in (group, tile, begin, end)]
+
+
+def multiply(xs, ws):
+    return [dot(xs[0], ws[0])]
+
+
+def gated(xs, ws):
+    a, b = (dot(xs[0], w) for w in ws)
+    return [jax.nn.silu(a) * b, a, b]
+
+
+def multiply_transposed(xs, ws):
+    return [sum(dot(x, w, NT) for x, w in zip(xs, ws))]
+
+
+def grouped_kernel(group, tile, begin, *refs, compute, n_x, n_w, transposed, n_groups):
+    """One visit: compute(x's rows, the group's weights) -> the results' rows. Those behind the group's end are
+    written too: the next group's visit writes over them."""
+    xs, ws, outs = refs[:n_x], refs[n_x:n_x + n_w], refs[n_x + n_w:]
+    visit = pl.program_id(1)
+    rows, columns = outs[0].shape
+    # Two matrices' results at a time fit the registers in narrow columns only: silu of one strip of them then
+    # runs under the matmuls of the next.
+    strip = 256 if n_w == 2 and columns % 256 == 0 else columns
+
+    def write(results, at):
+        own = lax.broadcasted_iota(jnp.int32, (rows, strip), 0) >= begin[visit]
+        for out, y in zip(outs, results):  # select in fp32: bf16 masks are packed, slower to make
+            out[:, at] = jnp.where(own, y, out[:, at].astype(jnp.float32)).astype(out.dtype)
+
+    @pl.when(group[visit] < n_groups)
+    def _():
+        for c in range(0, columns, strip):
+            at = slice(c, c + strip)
+            write(compute([x[...] for x in xs], [w[at, :] if transposed else w[:, at] for w in ws]), at)
+
+    @pl.when(group[visit] == n_groups)
+    def _():
+        for c in range(0, columns, strip):
+            write([0.0] * len(outs), slice(c, c + strip))
+
+
+def grouped_call(compute, xs, ws, group_sizes, n_outs, rows, columns, transposed, chip, interpret):
+    n, K = xs[0].shape
+    E, F = ws[0].shape[0], ws[0].shape[1 if transposed else 2]
+    n_visits, (group, tile, begin, _) = visits(group_sizes, n, rows, every_group=False)
+
+    def weights_at(column, visit, group, tile, begin):
+        e = jnp.minimum(group[visit], E - 1)
+        return (e, column, 0) if transposed else (e, 0, column)
+
+    return pl.pallas_call(
+        functools.partial(grouped_kernel, compute=compute, n_x=len(xs), n_w=len(ws), transposed=transposed, n_groups=E),
+        name=compute.__name__ + "_grouped",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(F // columns, n_visits),
+            in_specs=[pl.BlockSpec((rows, K), lambda c, v, group, tile, begin: (tile[v], 0))] * len(xs)
+            + [pl.BlockSpec((None, columns, K) if transposed else (None, K, columns), weights_at)] * len(ws),
+            out_specs=[pl.BlockSpec((rows, columns), lambda c, v, group, tile, begin: (tile[v], c))] * n_outs),
+        out_shape=[jax.ShapeDtypeStruct((n, F), xs[0].dtype)] * n_outs,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"),
+                                             vmem_limit_bytes=vmem_limit(chip)),
+        interpret=interpret)(group, tile, begin, *xs, *ws)
+
+
+def weights_kernel(group, tile, begin, end, x, *refs):
+    """One visit adds g[rows of the group].T @ x[rows of the group] to (F, D) accumulators; a group's last visit
+    writes them, transposed. That way round the narrower side is the one to transpose, and the products leave
+    the matrix unit in 0.6 of the steps that x.T @ g takes."""
+    gs, outs, sums = (refs[i * len(refs) // 3:(i + 1) * len(refs) // 3] for i in range(3))
+    visit, last = pl.program_id(2), pl.num_programs(2) - 1
+    first_of_group = (visit == 0) | (group[jnp.maximum(visit - 1, 0)] != group[visit])
+    last_of_group = (visit == last) | (group[jnp.minimum(visit + 1, last)] != group[visit])
+
+    def own(ref):
+        row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+        mine = (row >= begin[visit]) & (row < end[visit])
+        return jnp.where(mine, ref[...].astype(jnp.float32), 0).astype(ref.dtype)
+
+    @pl.when(first_of_group)  # of an empty group too: its gradient is zero
+    def _():
+        for total, g in zip(sums, gs):
+            total[...] = dot(own(g), own(x), TN)
+
+    @pl.when(~first_of_group)
+    def _():
+        for total, g in zip(sums, gs):
+            total[...] += dot(own(g), own(x), TN)
+
+    @pl.when(last_of_group)
+    def _():
+        for out, total in zip(outs, sums):
+            out[...] = total[...].T.astype(out.dtype)
+
+
+def weights_call(x, gs, group_sizes, dtype, rows, d, f, chip, interpret):
+    """x[rows of e].T @ g[rows of e] for each g -> [(E, D, F)]"""
+    (n, D), F, E = x.shape, gs[0].shape[1], len(group_sizes)
+    n_visits, scalars = visits(group_sizes, n, rows, every_group=True)
+    return pl.pallas_call(
+        weights_kernel,
+        name="weights_grouped",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(D // d, F // f, n_visits),
+            in_specs=[pl.BlockSpec((rows, d), lambda i, j, v, group, tile, *_: (tile[v], i))]
+            + [pl.BlockSpec((rows, f), lambda i, j, v, group, tile, *_: (tile[v], j))] * len(gs),
+            out_specs=[pl.BlockSpec((None, d, f), lambda i, j, v, group, *_: (group[v], i, j))] * len(gs),
+            scratch_shapes=[pltpu.VMEM((f, d), jnp.float32)] * len(gs)),
+        out_shape=[jax.ShapeDtypeStruct((E, D, F), dtype)] * len(gs),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"),
+                                             vmem_limit_bytes=vmem_limit(chip)),
+        interpret=interpret)(*scalars, x, *gs)
+
+
+def blocks_for(x, w, pair, blocks, chip):
+    D, F = w.shape[1:]
+    if x.dtype != w.dtype:
+        raise ValueError(f"grouped_matmul: x is {x.dtype} and the weights {w.dtype}: want one dtype")
+    blocks = GroupedBlocks(*blocks) if blocks else grouped_blocks(D, F, pair, x.dtype.itemsize, chip)
+    check_grouped_blocks(blocks, D, F, pair, x.dtype, chip)
+    return blocks
+
+
+def grouped_pallas(x, w, group_sizes, blocks, *, chip, interpret):
+    b = blocks_for(x, w, False, blocks, chip)
+    return grouped_call(multiply, [x], [w], group_sizes, 1, b.rows, b.columns, False, chip, interpret)[0]
+
+
+def grouped_backward_pallas(g, x, w, group_sizes, blocks, *, chip, interpret):
+    b = blocks_for(x, w, False, blocks, chip)
+    dx, = grouped_call(multiply_transposed, [g], [w], group_sizes, 1, b.dx_rows, b.dx_columns, True, chip, interpret)
+    dw, = weights_call(x, [g], group_sizes, w.dtype, b.dw_rows, b.dw_d, b.dw_f, chip, interpret)
+    return dx, dw
+
+
+def paired_pallas(x, gate, up, group_sizes, blocks, *, chip, interpret):
+    b = blocks_for(x, gate, True, blocks, chip)
+    return grouped_call(gated, [x], [gate, up], group_sizes, 3, b.rows, b.columns, False, chip, interpret)
+
+
+def paired_backward_pallas(g, x, gate, up, group_sizes, a, b, blocks, *, chip, interpret):
+    blocks = blocks_for(x, gate, True, blocks, chip)
+    gs = silu_mul_backward(g, a, b)
+    dx, = grouped_call(multiply_transposed, gs, [gate, up], group_sizes, 1, blocks.dx_rows, blocks.dx_columns, True,
+                       chip, interpret)
+    return dx, *weights_call(x, gs, group_sizes, gate.dtype, blocks.dw_rows, blocks.dw_d, blocks.dw_f, chip, interpret)
+
+
 # ---------------------------------------------------------------------------------------- lowerings
 
 
-def lowerings(kind):
+def lowerings(kind="reference", *, splash=None, fused_ce=None, paired_gmm=None, chip="tpu7x", splash_blocks=None,
+              ce_blocks=None, grouped_blocks=None):
     """{torch op: JAX function of the op's arguments, in order}. kind: "reference" (XLA), "pallas" (TPU) or
-    "interpret" (the Pallas kernels interpreted, on any machine)."""
-    if kind not in ("reference", "interpret", "pallas"):
-        raise ValueError(f'kernels must be "reference", "interpret" or "pallas" (got {kind!r})')
+    "interpret" (the Pallas kernels interpreted, on any machine); splash, fused_ce, paired_gmm: that of attention,
+    the loss and the grouped matmuls, if another. chip: the generation that "pallas" is compiled for, which decides
+    block sizes; *_blocks: those of ops that name none themselves."""
+    def choose(kind, blocks, reference, pallas, **options):
+        if kind not in ("reference", "interpret", "pallas"):
+            raise ValueError(f'kernels must be "reference", "interpret" or "pallas" (got {kind!r})')
+        if kind == "reference":
+            return reference
+        return lambda *args: pallas(*args[:-1], args[-1] or as_list(blocks), interpret=kind == "interpret", **options)
+
+    attention = functools.partial(choose, splash or kind, splash_blocks)
+    loss = functools.partial(choose, fused_ce or kind, ce_blocks)
+    experts = functools.partial(choose, paired_gmm or kind, grouped_blocks, chip=chip)
     ops = torch.ops.tpu
-    table = {
-        ops.splash_attention.default: splash_reference,
-        ops.splash_attention_backward.default: splash_backward_reference,
-        ops.linear_cross_entropy.default: cross_entropy_reference,
-        ops.linear_cross_entropy_backward.default: cross_entropy_backward_reference,
-        ops.grouped_matmul.default: grouped_reference,
-        ops.grouped_matmul_backward.default: grouped_backward_reference,
-        ops.paired_grouped_matmul.default: paired_reference,
-        ops.paired_grouped_matmul_backward.default: paired_backward_reference,
+    return {
+        ops.splash_attention.default: attention(splash_reference, splash_pallas),
+        ops.splash_attention_backward.default: attention(splash_backward_reference, splash_backward_pallas),
+        ops.linear_cross_entropy.default: loss(cross_entropy_reference, cross_entropy_pallas),
+        ops.linear_cross_entropy_backward.default: loss(cross_entropy_backward_reference, cross_entropy_backward_pallas),
+        ops.grouped_matmul.default: experts(grouped_reference, grouped_pallas),
+        ops.grouped_matmul_backward.default: experts(grouped_backward_reference, grouped_backward_pallas),
+        ops.paired_grouped_matmul.default: experts(paired_reference, paired_pallas),
+        ops.paired_grouped_matmul_backward.default: experts(paired_backward_reference, paired_backward_pallas),
     }
-    if kind != "reference":
-        pallas = {
-            ops.splash_attention.default: splash_pallas,
-            ops.splash_attention_backward.default: splash_backward_pallas,
-            ops.linear_cross_entropy.default: cross_entropy_pallas,
-            ops.linear_cross_entropy_backward.default: cross_entropy_backward_pallas,
-        }
-        table |= {op: functools.partial(f, interpret=kind == "interpret") for op, f in pallas.items()}
-    return table
