@@ -488,17 +488,26 @@ def paired_backward_reference(g, x, gate, up, group_sizes, a, b, blocks):
 
 # ------------------------------------------------------------------- Pallas: what the kernels share
 
-VMEM_LIMIT = 48 * 2**20  # bytes, of the 64 MiB that tpu7x has, the least of v5e, v5p, v6e and tpu7x
+# bench.py tune writes it: {chip: {"kernel sizes": the blocks' fields in order}}
+TUNED_FILE = pathlib.Path(__file__).with_name("tuned_blocks.json")
+TUNED = json.loads(TUNED_FILE.read_text()) if TUNED_FILE.exists() else {}
+VMEM_MIB = {"v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64}  # fast memory per core
 
 
-def resolve(cls, given, sizes, interpret):
+def vmem_limit(chip):
+    if chip not in VMEM_MIB:
+        raise ValueError(f"chip must be one of {', '.join(VMEM_MIB)} (got {chip!r})")
+    return VMEM_MIB[chip] * 2 ** 20 * 7 // 8  # the rest is the compiler's
+
+
+def resolve(cls, given, tuned, chip, sizes, interpret):
     """An op's list of block sizes as a blocks dataclass. sizes: {field: (length, strict)}.
 
-    [] stands for the defaults, cut down to divide the lengths. So is a field that is not strict, if given; of
-    the others, one that does not divide its length raises. The compiler wants multiples of 128.
+    [] stands for the tuned ones under this name or the defaults, cut down to divide the lengths. So is a field that
+    is not strict, if given; of the others, one that does not divide its length raises. TPUs want multiples of 128.
     """
     unit = 1 if interpret else 128
-    blocks = cls(*given)
+    blocks = cls(*(given or TUNED.get(chip, {}).get(tuned, ())))
     for field, (length, strict) in sizes.items():
         length = getattr(blocks, length) if isinstance(length, str) else length
         block = min(getattr(blocks, field), length)
@@ -511,12 +520,12 @@ def resolve(cls, given, sizes, interpret):
     return blocks
 
 
-def check_vmem(blocks, **uses):
+def check_vmem(blocks, chip, **uses):
     """uses: the bytes that a kernel keeps in VMEM, by what they hold (inputs and outputs twice: one being moved)."""
-    total = sum(uses.values())
-    if total > VMEM_LIMIT:
+    if sum(uses.values()) > vmem_limit(chip):
         parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in uses.items())
-        raise ValueError(f"{blocks} takes {total / 2**20:.1f} MiB of VMEM ({parts}), the limit is {VMEM_LIMIT >> 20}")
+        raise ValueError(f"{blocks} takes {sum(uses.values()) / 2**20:.1f} MiB of VMEM ({parts}), {chip} has "
+                         f"{vmem_limit(chip) / 2**20:.0f} MiB for it")
 
 
 NN, NT, TN = (1, 0), (1, 1), (0, 0)  # the dimensions that x @ y, x @ y.T, x.T @ y sum over
@@ -668,10 +677,10 @@ def splash_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, q_ids, kv_ids, out_re
         lse_ref[...] = jnp.where(nothing, jnp.inf, m / LOG2_E + jnp.log(l))
 
 
-def splash_pallas(q, k, v, segment_ids, causal, window, softcap, scale, blocks, interpret=False):
+def splash_pallas(q, k, v, segment_ids, causal, window, softcap, scale, blocks, *, chip, interpret):
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
-    blocks = splash_blocks(blocks, q, k, interpret)
+    blocks = splash_blocks(blocks, q, k, chip, interpret)
     block_q, block_kv = blocks.q, blocks.kv
     q_of, kv_of, flags = splash_steps(B, T, causal, window, block_q, block_kv, range(S), segment_ids)
     n = len(q_of)
@@ -701,7 +710,7 @@ def splash_pallas(q, k, v, segment_ids, causal, window, softcap, scale, blocks, 
         ),
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, H, 1, T), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"),
-                                             vmem_limit_bytes=VMEM_LIMIT),
+                                             vmem_limit_bytes=vmem_limit(chip)),
         interpret=interpret,
         name="splash_attention",
     )(q_of, kv_of, flags, scale_queries(q, scale, softcap), k, v, ids_q, ids_kv)
@@ -759,11 +768,12 @@ def splash_backward_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, g_ref, lse_r
         dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
 
-def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, softcap, scale, blocks, interpret=False):
+def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, softcap, scale, blocks, *,
+                           chip, interpret):
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     G = H // K
-    blocks = splash_blocks(blocks, q, k, interpret)
+    blocks = splash_blocks(blocks, q, k, chip, interpret)
     block_q, block_kv = blocks.q_backward, blocks.kv_backward
     resident = max(blocks.kv_resident // block_kv, 1) * block_kv
     delta = (g.astype(jnp.float32) * out).sum(-1)  # sum over keys of p * dp, by the definition of out
@@ -805,7 +815,7 @@ def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, so
                        jax.ShapeDtypeStruct((B, K, len(keys), D), k.dtype),
                        jax.ShapeDtypeStruct((B, K, len(keys), D), v.dtype)],
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT),
+                dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit(chip)),
             interpret=interpret,
             name="splash_attention_backward",
         )(q_of, kv_of, flags, scale_queries(q, scale, softcap), k, v, g, lse, delta, ids_q, ids_kv)
@@ -826,19 +836,19 @@ def segment_rows(segment_ids, B, T, S):
     return segment_ids[:, None], segment_ids[:, None]
 
 
-def splash_blocks(blocks, q, k, interpret):
+def splash_blocks(blocks, q, k, chip, interpret):
     T, S, D = q.shape[2], k.shape[2], q.shape[3]
-    blocks = resolve(SplashBlocks, blocks, {
+    blocks = resolve(SplashBlocks, blocks, f"splash_attention D={D}", chip, {
         "q": (T, True), "kv": (S, True), "q_compute": ("q", False), "kv_compute": ("kv", False),
         "q_backward": (T, True), "kv_backward": (S, True), "q_compute_backward": ("q_backward", False),
         "kv_compute_backward": ("kv_backward", False)}, interpret)
     size = q.dtype.itemsize * D
     part = 4 * 4 * blocks.q_compute * blocks.kv_compute
-    check_vmem(blocks, q_and_out=4 * blocks.q * size, k_and_v=4 * blocks.kv * size, accumulator=4 * blocks.q * (D + 16),
+    check_vmem(blocks, chip, q_and_out=4 * blocks.q * size, k_and_v=4 * blocks.kv * size, accumulator=4 * blocks.q * (D + 16),
                scores=part)
     resident = min(blocks.kv_resident, S)
     part = 6 * 4 * blocks.q_compute_backward * blocks.kv_compute_backward
-    check_vmem(blocks, q_g_dq=6 * blocks.q_backward * size, k_and_v=4 * blocks.kv_backward * size,
+    check_vmem(blocks, chip, q_g_dq=6 * blocks.q_backward * size, k_and_v=4 * blocks.kv_backward * size,
                dk_and_dv=2 * resident * (2 * size + 4 * D), accumulator=4 * blocks.q_backward * D, scores=part)
     return blocks
 
@@ -931,7 +941,8 @@ def cross_entropy_dw_kernel(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, d
         dw_ref[...] = acc_ref[...].astype(dw_ref.dtype)
 
 
-def cross_entropy_call(kernel, name, x, weight, rows, blocks, words_outer, out_shapes, scratch, interpret):
+def cross_entropy_call(kernel, name, x, weight, rows, blocks, words_outer, out_shapes, scratch, chip,
+                       interpret):
     """One of the three kernels over its grid. rows: arrays of one number a token, (1, N). out_shapes: (1, N) for
     rows, (N, D) or (V, D). scratch: shapes of fp32 scratch."""
     (N, D), V = x.shape, weight.shape[0]
@@ -952,7 +963,7 @@ def cross_entropy_call(kernel, name, x, weight, rows, blocks, words_outer, out_s
         out_shape=out_shapes,
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"),
-                                             vmem_limit_bytes=VMEM_LIMIT),
+                                             vmem_limit_bytes=vmem_limit(chip)),
         interpret=interpret,
         name=name,
     )(x, weight, *rows)
@@ -963,24 +974,25 @@ def pad_tokens(n, *arrays):
     return [jnp.pad(a, [(0, n - a.shape[0])] + [(0, 0)] * (a.ndim - 1)) for a in arrays]
 
 
-def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, softcap, blocks, interpret=False):
+def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, softcap, blocks, *, chip,
+                         interpret):
     N = x.shape[0]
-    blocks = cross_entropy_blocks(blocks, x, weight, interpret)
+    blocks = cross_entropy_blocks(blocks, x, weight, chip, interpret)
     valid = targets != ignore_index
     padded, target_row = pad_tokens(-(-N // blocks.tokens) * blocks.tokens, x, jnp.where(valid, targets, -1))
     row = jax.ShapeDtypeStruct((1, len(padded)), jnp.float32)
     lse, picked = cross_entropy_call(
         functools.partial(cross_entropy_kernel, vocab=weight.shape[0], multiplier=multiplier, softcap=softcap),
         "linear_cross_entropy", padded, weight, [target_row[None]], blocks, False, [row, row],
-        [(1, blocks.tokens)] * 2, interpret)
+        [(1, blocks.tokens)] * 2, chip, interpret)
     lse, picked = lse[0, :N], picked[0, :N]
     return jnp.where(valid, lse - picked + z_loss * lse ** 2, 0), lse
 
 
-def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap, blocks,
-                                  interpret=False):
+def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap, blocks, *,
+                                  chip, interpret):
     N = x.shape[0]
-    blocks = cross_entropy_blocks(blocks, x, weight, interpret)
+    blocks = cross_entropy_blocks(blocks, x, weight, chip, interpret)
     hit = jnp.where(targets != ignore_index, g, 0)
     padded, *rows = pad_tokens(-(-N // blocks.tokens) * blocks.tokens, x, targets, lse,
                                hit * (1 + 2 * z_loss * lse), hit)
@@ -988,30 +1000,31 @@ def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_lo
     options = dict(vocab=weight.shape[0], multiplier=multiplier, softcap=softcap)
     dx, = cross_entropy_call(
         functools.partial(cross_entropy_dx_kernel, **options), "linear_cross_entropy_dx", padded, weight,
-        rows, blocks, False, [jax.ShapeDtypeStruct(padded.shape, x.dtype)], [(blocks.tokens, x.shape[1])], interpret)
+        rows, blocks, False, [jax.ShapeDtypeStruct(padded.shape, x.dtype)], [(blocks.tokens, x.shape[1])],
+        chip, interpret)
     dw, = cross_entropy_call(
         functools.partial(cross_entropy_dw_kernel, **options), "linear_cross_entropy_dw", padded, weight,
-        rows, blocks, True, [jax.ShapeDtypeStruct(weight.shape, weight.dtype)], [(blocks.vocab, x.shape[1])], interpret)
+        rows, blocks, True, [jax.ShapeDtypeStruct(weight.shape, weight.dtype)], [(blocks.vocab, x.shape[1])],
+        chip, interpret)
     return dx[:N], dw
 
 
-def cross_entropy_blocks(blocks, x, weight, interpret):
+def cross_entropy_blocks(blocks, x, weight, chip, interpret):
     """Block sizes for N tokens, padded to a multiple. The defaults halve until they fit the model's width."""
-    (N, D), size = x.shape, x.dtype.itemsize
-    unit = 1 if interpret else 128
-    N, V = (-(-n // unit) * unit for n in (N, weight.shape[0]))
-    given = CrossEntropyBlocks(*blocks)
+    (N, D), size, unit = x.shape, x.dtype.itemsize, 1 if interpret else 128
+    given = CrossEntropyBlocks(*(blocks or TUNED.get(chip, {}).get(f"linear_cross_entropy D={D}", ())))
+    if given.tokens % unit or given.vocab % unit:
+        raise ValueError(f"{given}: want multiples of {unit}")
+    b = CrossEntropyBlocks(*(min(block, -(-n // unit) * unit) for block, n in (
+        (given.tokens, N), (given.vocab, weight.shape[0]))))
 
-    def vmem(b):
+    def uses(b):
         return {"x_and_dx": 4 * b.tokens * D * size, "w_and_dw": 4 * b.vocab * D * size,
                 "accumulator": 4 * max(b.tokens, b.vocab) * D, "logits": 4 * 4 * b.tokens * b.vocab}
 
-    b = CrossEntropyBlocks(min(given.tokens, N), min(given.vocab, V))
-    while not blocks and sum(vmem(b).values()) > VMEM_LIMIT and max(b.tokens, b.vocab) > 128:
-        b = replace(b, **{"tokens": b.tokens // 2} if b.tokens > b.vocab else {"vocab": b.vocab // 2})
-    if b.tokens % unit or b.vocab % unit:
-        raise ValueError(f"{given}: want multiples of {unit}")
-    check_vmem(b, **vmem(b))
+    while not blocks and sum(uses(b).values()) > vmem_limit(chip) and max(b.tokens, b.vocab) >= 256:
+        b = replace(b, **{"tokens": b.tokens // 256 * 128} if b.tokens > b.vocab else {"vocab": b.vocab // 256 * 128})
+    check_vmem(b, chip, **uses(b))
     return b
 
 
@@ -1038,12 +1051,6 @@ class GroupedBlocks:
     dw_rows: int
     dw_d: int
     dw_f: int
-
-
-# bench.py tune writes it: {chip: {"kernel sizes": the blocks' fields in order}}
-TUNED_FILE = pathlib.Path(__file__).with_name("tuned_blocks.json")
-TUNED = json.loads(TUNED_FILE.read_text()) if TUNED_FILE.exists() else {}
-VMEM_MIB = {"v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64}  # fast memory per core
 
 
 def grouped_vmem(blocks, D, F, pair, itemsize):
@@ -1078,12 +1085,6 @@ def grouped_blocks(D, F, pair, itemsize, chip):
     dw_f, dw_d = next(((f, d) for f in cuts(F) for d in cuts(D) if d * f <= 2 ** 21 and fits(dw_d=d, dw_f=f)),
                       (cuts(F)[-1], cuts(D)[-1]))
     return GroupedBlocks(256, columns, 256, dx_columns, 256, dw_d, dw_f)
-
-
-def vmem_limit(chip):
-    if chip not in VMEM_MIB:
-        raise ValueError(f"chip must be one of {', '.join(VMEM_MIB)} (got {chip!r})")
-    return VMEM_MIB[chip] * 2 ** 20 * 7 // 8  # the rest is the compiler's
 
 
 def check_grouped_blocks(blocks, D, F, pair, dtype, chip):
@@ -1279,16 +1280,17 @@ def lowerings(kind="reference", *, splash=None, fused_ce=None, paired_gmm=None, 
     "interpret" (the Pallas kernels interpreted, on any machine); splash, fused_ce, paired_gmm: that of attention,
     the loss and the grouped matmuls, if another. chip: the generation that "pallas" is compiled for, which decides
     block sizes; *_blocks: those of ops that name none themselves."""
-    def choose(kind, blocks, reference, pallas, **options):
+    def choose(kind, blocks, reference, pallas):
         if kind not in ("reference", "interpret", "pallas"):
             raise ValueError(f'kernels must be "reference", "interpret" or "pallas" (got {kind!r})')
         if kind == "reference":
             return reference
-        return lambda *args: pallas(*args[:-1], args[-1] or as_list(blocks), interpret=kind == "interpret", **options)
+        return lambda *args: pallas(*args[:-1], args[-1] or as_list(blocks), chip=chip,
+                                    interpret=kind == "interpret")
 
     attention = functools.partial(choose, splash or kind, splash_blocks)
     loss = functools.partial(choose, fused_ce or kind, ce_blocks)
-    experts = functools.partial(choose, paired_gmm or kind, grouped_blocks, chip=chip)
+    experts = functools.partial(choose, paired_gmm or kind, grouped_blocks)
     ops = torch.ops.tpu
     return {
         ops.splash_attention.default: attention(splash_reference, splash_pallas),

@@ -275,7 +275,7 @@ def test_wrong_shapes_dtypes_and_blocks_raise_before_compiling():
         attend(1536, 128, SplashBlocks())
     with pytest.raises(ValueError, match=r"q=64 does not fit a length of 1024: want a multiple of 128"):
         attend(1024, 128, SplashBlocks(q=64))
-    with pytest.raises(ValueError, match=r"MiB of VMEM .* the limit is 48"):
+    with pytest.raises(ValueError, match=r"MiB of VMEM .* tpu7x has 56 MiB for it"):
         attend(32768, 256, SplashBlocks(q=16384, kv=16384))
 
     def loss(D, blocks):
