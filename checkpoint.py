@@ -48,8 +48,9 @@ def read_config(folder, model_class):
     """config.json -> the model file's Config. Raises CheckpointError for another model, or what it does not compute."""
     h = read_json(folder, "config.json")
     try:
-        if h.get("model_type") != model_class.hf_type:
-            raise ValueError(f"model_type is {h.get('model_type')!r}, not {model_class.hf_type!r}")
+        kind = h.get("model_type", h.get("_class_name"))  # the latter is diffusers'
+        if kind != model_class.hf_type:
+            raise ValueError(f"model_type is {kind!r}, not {model_class.hf_type!r}")
         if h.get("quantization_config"):
             raise ValueError("quantization_config: quantized weights cannot be trained; take the unquantized ones")
         return model_class.Config.from_hf(h)
@@ -155,6 +156,7 @@ def save_hf(folder, model, params, dtype="F32", eos=None, tokenizer=None, shard_
         raise CheckpointError(f"{folder} exists: name another folder")
     plan = [(tensor, name, lead, shape, transposed) for name, p in model.named_parameters()
             for names, shape, transposed in [pieces(model, name, tuple(p.shape))] for lead, tensor in names.items()]
+    stem = getattr(model, "hf_file", "model")
     files, room = [], 0
     for entry in plan:
         size = int(np.prod(entry[3])) * DTYPES[dtype].itemsize
@@ -171,15 +173,17 @@ def save_hf(folder, model, params, dtype="F32", eos=None, tokenizer=None, shard_
         os.makedirs(unfinished)
     weight_map = {}
     for number, entries in enumerate(files, 1):
-        file = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+        file = f"{stem}-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else f"{stem}.safetensors"
         weight_map |= {entry[0]: file for entry in entries}
         write_safetensors(os.path.join(unfinished, file) if writes else None, entries, params, dtype)
     if writes:
-        config = {**model.config.to_hf(), "dtype": DTYPES[dtype].name, "bos_token_id": None, "eos_token_id": eos}
+        config = model.config.to_hf()
+        if "model_type" in config:  # transformers'
+            config |= {"dtype": DTYPES[dtype].name, "bos_token_id": None, "eos_token_id": eos}
         write_json(unfinished, "config.json", config)
         if len(files) > 1:
             total = sum(int(np.prod(entry[3])) for entry in plan) * DTYPES[dtype].itemsize
-            write_json(unfinished, "model.safetensors.index.json",
+            write_json(unfinished, f"{stem}.safetensors.index.json",
                        {"metadata": {"total_size": total}, "weight_map": weight_map})
         if tokenizer:
             shutil.copy(tokenizer, os.path.join(unfinished, "tokenizer.json"))

@@ -461,11 +461,13 @@ def initial_state(model, mesh, seed):
 
 
 def shard_batch(rows_of, shape, mesh):
-    """A global batch {name: (B, T) int32 jax.Array}, its rows split over all devices of the mesh.
+    """A global batch {name: jax.Array of shape[0] rows}, its rows split over all devices of the mesh.
 
-    rows_of: slice of the B rows -> {name: (rows, T) numpy array}, asked only for the rows of this process's devices.
+    rows_of: slice of the rows -> {name: numpy array of those rows}, asked only for the rows of this process's devices.
     """
     sharding = NamedSharding(mesh, P(mesh.axis_names))
     read = functools.cache(lambda start, stop: rows_of(slice(start, stop)))
-    return {name: jax.make_array_from_callback(shape, sharding, lambda index, name=name: read(index[0].start, index[0].stop)[name])
-            for name in ("segment_ids", "targets", "tokens")}
+    own = next(iter(sharding.addressable_devices_indices_map(shape).values()))[0]
+    return {name: jax.make_array_from_callback((shape[0], *x.shape[1:]), sharding,
+                                               lambda index, name=name: read(index[0].start, index[0].stop)[name])
+            for name, x in sorted(read(own.start, own.stop).items())}

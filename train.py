@@ -29,15 +29,18 @@ from jax.sharding import PartitionSpec as P
 
 import checkpoint
 import data
+import flux_data
 import graph_trainer
 import kernels
 import simple_fsdp
+from flux import Flux
 from llama3 import Llama3
 from muse_glimmer import MuseGlimmer
 from qwen3 import Qwen3
 from qwen3_moe import Qwen3MoE
 
-MODELS = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3MoE, "muse_glimmer": MuseGlimmer}
+MODELS = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3MoE, "muse_glimmer": MuseGlimmer,
+          "flux": Flux}
 
 # Peak bf16 FLOP/s of one JAX device, by its device_kind.
 PEAK_FLOPS = {"TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "TPU7x": 1153.5e12}
@@ -183,7 +186,9 @@ def build_model(args, config, device_mesh):
     else:
         simple_fsdp.hybrid_shard(model, device_mesh, **precision)
     if args.scan:
-        model.layers = graph_trainer.ScanLayers(model.layers)
+        for name, module in list(model.named_children()):  # FLUX has two stacks
+            if type(module).__name__ == "Layers":
+                setattr(model, name, graph_trainer.ScanLayers(module))
     return model
 
 
@@ -193,6 +198,13 @@ def print_sharding(model):
         say(f"{name:60} {str(tuple(p.shape)):28} {placements}")
 
 
+def batch_spec(model, rows, seq):
+    """A device's batch as meta tensors: a text model's, or what the model says itself."""
+    if hasattr(model, "batch_spec"):
+        return model.batch_spec(rows, seq)
+    return {name: torch.empty(rows, seq, dtype=torch.int32, device="meta") for name in ("segment_ids", "targets", "tokens")}
+
+
 def build_programs(args, model, opt, device_mesh, mesh):
     """-> the training step, (state, batch) -> (state, metrics), and the evaluation, (params, batch) -> loss,
     captured: two lowering.Programs to lower and compile."""
@@ -200,8 +212,7 @@ def build_programs(args, model, opt, device_mesh, mesh):
         return simple_fsdp.all_sum(x, device_mesh, dims) if device_mesh else x
 
     rows = args.batch // mesh.size
-    batch = {name: torch.empty(rows, args.seq, dtype=torch.int32, device="meta")
-             for name in ("segment_ids", "targets", "tokens")}
+    batch = batch_spec(model, rows, args.seq)
     state = graph_trainer.state_spec(model)
     params = {name: lowering.partition_spec(p) for name, p in model.named_parameters()}
     states, batches = {"m": params, "params": params, "step": P(), "v": params}, {k: P(mesh.axis_names) for k in batch}
@@ -249,8 +260,12 @@ def train(args):
     config = choose_size(args)
     if args.init_from and not args.tokenizer and os.path.exists(os.path.join(args.init_from, "tokenizer.json")):
         args.tokenizer = os.path.join(args.init_from, "tokenizer.json")
-    dataset = data.load(args.data, args.tokenizer, args.seq, vocab_size=config.vocab, seed=args.seed)
-    config = dataclasses.replace(config, vocab=dataset.vocab_size)
+    if args.model == "flux":
+        dataset = flux_data.load(config, args.data, args.seed)
+        args.seq = dataset.seq  # the pictures'
+    else:
+        dataset = data.load(args.data, args.tokenizer, args.seq, vocab_size=config.vocab, seed=args.seed)
+        config = dataclasses.replace(config, vocab=dataset.vocab_size)
     say(f"data: {dataset}")
 
     model = build_model(args, config, device_mesh)
@@ -299,10 +314,11 @@ def train(args):
     losses = [float(evaluate(state["params"], lowering.shard_batch(lambda rows: {k: x[rows] for k, x in b.items()},
                                                                    (args.batch, args.seq), mesh)))
               for b in dataset.val_batches(args.batch, args.val_batches)]
-    say(f"median {statistics.median(rates):,.0f} tokens/s; validation loss {statistics.mean(losses):.4f} nats a token "
-        f"(token frequencies alone: {dataset.unigram_loss():.4f})")
+    say(f"median {statistics.median(rates):,.0f} tokens/s; validation loss {statistics.mean(losses):.4f} "
+        + (f"mean squared error of the velocity" if args.model == "flux" else
+           f"nats a token (token frequencies alone: {dataset.unigram_loss():.4f})"))
     if args.save_hf:
-        checkpoint.save_hf(args.save_hf, model, state["params"], eos=dataset.eod, tokenizer=args.tokenizer)
+        checkpoint.save_hf(args.save_hf, model, state["params"], eos=getattr(dataset, "eod", None), tokenizer=args.tokenizer)
 
 
 def run_steps(step, state, dataset, mesh, args):
