@@ -34,6 +34,10 @@ from jax.experimental.pallas import tpu as pltpu
 Tensor = torch.Tensor
 
 
+class KernelError(ValueError):
+    """Shapes, dtypes or block sizes that a kernel does not take; the message is one line with the sizes and the limit."""
+
+
 # ------------------------------------------------------------------------------- splash attention: torch
 
 
@@ -48,14 +52,14 @@ def splash_attention(q, k, v, segment_ids=None, *, causal=True, window=0, softca
     """
     B, H, T, D = q.shape
     if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D or H % k.shape[1]:
-        raise ValueError(f"splash_attention: q {tuple(q.shape)} does not go with k {tuple(k.shape)} and v "
+        raise KernelError(f"splash_attention: q {tuple(q.shape)} does not go with k {tuple(k.shape)} and v "
                          f"{tuple(v.shape)}: want (B, H, T, D) and (B, K, S, D), K dividing H")
     if not q.is_floating_point() or {k.dtype, v.dtype} != {q.dtype}:
-        raise ValueError(f"splash_attention: q {q.dtype}, k {k.dtype}, v {v.dtype}: want one floating dtype")
+        raise KernelError(f"splash_attention: q {q.dtype}, k {k.dtype}, v {v.dtype}: want one floating dtype")
     if segment_ids is not None and segment_ids.is_floating_point():
-        raise ValueError(f"splash_attention: segment_ids {segment_ids.dtype}: want integers")
+        raise KernelError(f"splash_attention: segment_ids {segment_ids.dtype}: want integers")
     if segment_ids is not None and not tuple(segment_ids.shape) == (B, T) == (B, k.shape[2]):
-        raise ValueError(f"splash_attention: segment_ids {tuple(segment_ids.shape)} with T={T}, S={k.shape[2]}: "
+        raise KernelError(f"splash_attention: segment_ids {tuple(segment_ids.shape)} with T={T}, S={k.shape[2]}: "
                          "want (B, T) and T == S")
     scale = D ** -0.5 if scale is None else scale
     return torch.ops.tpu.splash_attention(q, k, v, segment_ids, causal, window, softcap, scale, as_list(blocks))[0]
@@ -149,10 +153,10 @@ def linear_cross_entropy(x, weight, targets, *, ignore_index=-100, z_loss=0.0, m
     z_loss: adds z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311, section 5).
     """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or targets.shape != x.shape[:1]:
-        raise ValueError(f"linear_cross_entropy: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets "
+        raise KernelError(f"linear_cross_entropy: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets "
                          f"{tuple(targets.shape)}: want (N, D), (V, D), (N,)")
     if not x.is_floating_point() or weight.dtype != x.dtype or targets.is_floating_point():
-        raise ValueError(f"linear_cross_entropy: x {x.dtype}, weight {weight.dtype}, targets {targets.dtype}: want one "
+        raise KernelError(f"linear_cross_entropy: x {x.dtype}, weight {weight.dtype}, targets {targets.dtype}: want one "
                          "floating dtype, and integers")
     return torch.ops.tpu.linear_cross_entropy(x, weight, targets, ignore_index, z_loss, multiplier, softcap,
                                               as_list(blocks))[0]
@@ -239,7 +243,7 @@ def paired_grouped_matmul(x, gate, up, group_sizes, *, blocks=None):
 def check_grouped(name, x, weights, group_sizes):
     for w in weights:
         if x.ndim != 2 or w.shape != weights[0].shape or w.shape[:2] != (*group_sizes.shape, x.shape[1]):
-            raise ValueError(f"{name}: x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}, group_sizes "
+            raise KernelError(f"{name}: x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}, group_sizes "
                              f"{tuple(group_sizes.shape)}: want (N, D), (E, D, F), (E,)")
 
 
@@ -496,7 +500,7 @@ VMEM_MIB = {"v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64}  # fast memory per c
 
 def vmem_limit(chip):
     if chip not in VMEM_MIB:
-        raise ValueError(f"chip must be one of {', '.join(VMEM_MIB)} (got {chip!r})")
+        raise KernelError(f"chip must be one of {', '.join(VMEM_MIB)} (got {chip!r})")
     return VMEM_MIB[chip] * 2 ** 20 * 7 // 8  # the rest is the compiler's
 
 
@@ -514,7 +518,7 @@ def resolve(cls, given, tuned, chip, sizes, interpret):
         if not given or not strict:
             block = max((b for b in range(unit, block + 1, unit) if length % b == 0), default=0)
         if block < 1 or length % block or block % unit:
-            raise ValueError(f"{cls.__name__}.{field}={getattr(blocks, field)} does not fit a length of {length}: want "
+            raise KernelError(f"{cls.__name__}.{field}={getattr(blocks, field)} does not fit a length of {length}: want "
                              f"a multiple of {unit} that divides it")
         blocks = replace(blocks, **{field: block})
     return blocks
@@ -524,7 +528,7 @@ def check_vmem(blocks, chip, **uses):
     """uses: the bytes that a kernel keeps in VMEM, by what they hold (inputs and outputs twice: one being moved)."""
     if sum(uses.values()) > vmem_limit(chip):
         parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in uses.items())
-        raise ValueError(f"{blocks} takes {sum(uses.values()) / 2**20:.1f} MiB of VMEM ({parts}), {chip} has "
+        raise KernelError(f"{blocks} takes {sum(uses.values()) / 2**20:.1f} MiB of VMEM ({parts}), {chip} has "
                          f"{vmem_limit(chip) / 2**20:.0f} MiB for it")
 
 
@@ -1014,7 +1018,7 @@ def cross_entropy_blocks(blocks, x, weight, chip, interpret):
     (N, D), size, unit = x.shape, x.dtype.itemsize, 1 if interpret else 128
     given = CrossEntropyBlocks(*(blocks or TUNED.get(chip, {}).get(f"linear_cross_entropy D={D}", ())))
     if given.tokens % unit or given.vocab % unit:
-        raise ValueError(f"{given}: want multiples of {unit}")
+        raise KernelError(f"{given}: want multiples of {unit}")
     b = CrossEntropyBlocks(*(min(block, -(-n // unit) * unit) for block, n in (
         (given.tokens, N), (given.vocab, weight.shape[0]))))
 
@@ -1091,15 +1095,15 @@ def check_grouped_blocks(blocks, D, F, pair, dtype, chip):
     for name, size, block in (("columns", F, blocks.columns), ("dx_columns", D, blocks.dx_columns),
                               ("dw_d", D, blocks.dw_d), ("dw_f", F, blocks.dw_f)):
         if block not in cuts(size):
-            raise ValueError(f"grouped_matmul: {name}={block} must be {size} or a multiple of 128 that divides it")
+            raise KernelError(f"grouped_matmul: {name}={block} must be {size} or a multiple of 128 that divides it")
     for name in ("rows", "dx_rows", "dw_rows"):
         if getattr(blocks, name) % 16 or getattr(blocks, name) <= 0:
-            raise ValueError(f"grouped_matmul: {name}={getattr(blocks, name)} must be a multiple of 16")
+            raise KernelError(f"grouped_matmul: {name}={getattr(blocks, name)} must be a multiple of 16")
     if dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"grouped_matmul: want bfloat16 or float32 (got {dtype})")
+        raise KernelError(f"grouped_matmul: want bfloat16 or float32 (got {dtype})")
     for kernel, size in grouped_vmem(blocks, D, F, pair, dtype.itemsize).items():
         if size > vmem_limit(chip):
-            raise ValueError(f"grouped_matmul: {kernel} needs {size / 2**20:.1f} MiB of VMEM, {chip} has "
+            raise KernelError(f"grouped_matmul: {kernel} needs {size / 2**20:.1f} MiB of VMEM, {chip} has "
                              f"{vmem_limit(chip) / 2**20:.0f} MiB for it: D={D}, F={F}, {blocks}")
 
 
@@ -1240,7 +1244,7 @@ def weights_call(x, gs, group_sizes, dtype, rows, d, f, chip, interpret):
 def blocks_for(x, w, pair, blocks, chip):
     D, F = w.shape[1:]
     if x.dtype != w.dtype:
-        raise ValueError(f"grouped_matmul: x is {x.dtype} and the weights {w.dtype}: want one dtype")
+        raise KernelError(f"grouped_matmul: x is {x.dtype} and the weights {w.dtype}: want one dtype")
     blocks = GroupedBlocks(*blocks) if blocks else grouped_blocks(D, F, pair, x.dtype.itemsize, chip)
     check_grouped_blocks(blocks, D, F, pair, x.dtype, chip)
     return blocks
@@ -1282,7 +1286,7 @@ def lowerings(kind="reference", *, splash=None, fused_ce=None, paired_gmm=None, 
     block sizes; *_blocks: those of ops that name none themselves."""
     def choose(kind, blocks, reference, pallas):
         if kind not in ("reference", "interpret", "pallas"):
-            raise ValueError(f'kernels must be "reference", "interpret" or "pallas" (got {kind!r})')
+            raise KernelError(f'kernels must be "reference", "interpret" or "pallas" (got {kind!r})')
         if kind == "reference":
             return reference
         return lambda *args: pallas(*args[:-1], args[-1] or as_list(blocks), chip=chip,

@@ -33,6 +33,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import data
 import graph_trainer
+import kernels
 import recipes
 import simple_fsdp
 import train
@@ -577,7 +578,7 @@ def report(args):
     r = {
         "model": args.model, "size": args.size, "layers": config.n_layers, "topology": args.topology, "slices": args.slices,
         "params": sum(p.numel() for p in model.parameters()), "devices": n, "chips": n // chip.devices,
-        "per_device_batch": args.per_device_batch, "seq": args.seq, "flags": args.libtpu_init_flags or "",
+        "per_device_batch": args.per_device_batch, "seq": args.seq, "flags": args.libtpu_init_flags or "", "kernels": args.kernels or "pallas",
         "hbm_bytes": peak, "hbm_limit_bytes": chip.hbm, "hbm_arguments_and_temporaries_bytes": state + memory.temp_size_in_bytes,
         "bytes_state": state, "bytes_saved_activations": saved, "bytes_temporaries": max(peak - state - saved, 0),
         "bytes_code": memory.generated_code_size_in_bytes,
@@ -861,7 +862,7 @@ def main(argv=None):
     try:
         command, args = parse(sys.argv[1:] if argv is None else argv)
         COMMANDS[command](args)
-    except (UsageError, CompileError, graph_trainer.CaptureError, lowering.LoweringError) as e:
+    except (UsageError, CompileError, graph_trainer.CaptureError, lowering.LoweringError, kernels.KernelError) as e:
         print(f"plan.py: error: {e}", file=sys.stderr)
         return 2
 

@@ -42,8 +42,8 @@ from qwen3_moe import Qwen3MoE
 MODELS = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3MoE, "muse_glimmer": MuseGlimmer,
           "flux": Flux}
 
-# Peak bf16 FLOP/s of one JAX device, by its device_kind.
-PEAK_FLOPS = {"TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "TPU7x": 1153.5e12}
+# By device_kind: the chip's name and the peak bf16 FLOP/s of one JAX device of it.
+CHIPS = {"TPU v5 lite": ("v5e", 197e12), "TPU v5": ("v5p", 459e12), "TPU v6 lite": ("v6e", 918e12), "TPU7x": ("tpu7x", 1153.5e12)}
 
 
 class UsageError(Exception):
@@ -104,6 +104,19 @@ def parse_args(argv):
                    "(a TPU pod needs none of these three)")
     g.add_argument("--num-processes", type=positive(int))
     g.add_argument("--process-id", type=int)
+
+    g = p.add_argument_group("kernels")
+    g.add_argument("--kernels", choices=["pallas", "interpret", "reference"], help="what attention, the loss and the grouped "
+                   "matmuls run as: Pallas (default on TPU), Pallas interpreted (anywhere, slow) or XLA (default on CPU)")
+    for flag, alias, what in [("splash", ["--splash_attention_kernel.use_splash_attention_kernel"], "attention"),
+                              ("fused-ce", [], "the loss"),
+                              ("paired-gmm", ["--use_pallas_paired_grouped_mm"], "the grouped matmuls")]:
+        g.add_argument(f"--{flag}", *alias, action=argparse.BooleanOptionalAction, default=None,
+                       dest=flag.replace("-", "_"), help=f"the kernel for {what}, or --no-{flag} for XLA")
+    for prefix, blocks in (("sa", kernels.SplashBlocks), ("ce", kernels.CrossEntropyBlocks)):
+        for field in dataclasses.fields(blocks):
+            g.add_argument(f"--{prefix}-block-{field.name.replace('_', '-')}", type=positive(int), metavar="N",
+                           help=f"{blocks.__name__}.{field.name} (default: tuned for the chip)")
 
     g = p.add_argument_group("what it shows")
     g.add_argument("--save-hf", metavar="DIR", help="write the trained weights as a new Hugging Face folder at the end")
@@ -218,12 +231,31 @@ def build_programs(args, model, opt, device_mesh, mesh):
     states, batches = {"m": params, "params": params, "step": P(), "v": params}, {k: P(mesh.axis_names) for k in batch}
     metrics = dict.fromkeys(["loss", "aux_loss", "grad_norm", "lr"], P())
     axes = {device_mesh.get_group(name).group_name: name for name in device_mesh.mesh_dim_names} if device_mesh else {}
-    table = kernels.lowerings("reference") | lowering.collectives(axes)
+    table = kernel_table(args, mesh.devices.flat[0]) | lowering.collectives(axes)
 
     step = graph_trainer.capture(graph_trainer.train_step(model, opt, psum), state, batch)
     evaluate = graph_trainer.capture(graph_trainer.eval_step(model, psum), state["params"], batch)
     return (lowering.Program(step, mesh, (states, batches), (states, metrics), table, donate=1),
             lowering.Program(evaluate, mesh, (params, batches), P(), table))
+
+
+def kernel_table(args, device):
+    """kernels.lowerings as the flags and the device (perhaps of a topology that is not here) want them."""
+    on_tpu = device.platform == "tpu"
+    kind = args.kernels or ("pallas" if on_tpu else "reference")
+    if kind == "pallas" and not on_tpu:
+        raise UsageError("--kernels pallas needs a TPU: --kernels interpret runs the same kernels here, slowly")
+    kinds = {}
+    for name in ("splash", "fused_ce", "paired_gmm"):
+        if (wanted := getattr(args, name)) and kind == "reference":
+            raise UsageError(f"--{name.replace('_', '-')} needs a TPU, or --kernels interpret to run here, slowly")
+        kinds[name] = "reference" if wanted is False else kind
+    blocks = {}
+    for prefix, name, cls in (("sa", "splash_blocks", kernels.SplashBlocks), ("ce", "ce_blocks", kernels.CrossEntropyBlocks)):
+        given = {f.name: value for f in dataclasses.fields(cls) if (value := getattr(args, f"{prefix}_block_{f.name}"))}
+        blocks[name] = cls(**given) if given else None
+    chip = CHIPS.get(device.device_kind, ("tpu7x", None))[0]  # interpreted kernels take tpu7x's limits
+    return kernels.lowerings(kind, **kinds, **blocks, chip=chip)
 
 
 @contextlib.contextmanager
@@ -294,7 +326,7 @@ def train(args):
         state["params"] = checkpoint.load_hf(args.init_from, model, mesh)
 
     flops = model.flops_per_token(args.seq) / mesh.size
-    peak = PEAK_FLOPS.get(device.device_kind)
+    peak = CHIPS.get(device.device_kind, (None, None))[1]
     keeps_metrics = args.metrics and jax.process_index() == 0
     out = open(args.metrics, "x") if keeps_metrics else contextlib.nullcontext()
     rates = []
@@ -348,7 +380,7 @@ def main(argv=None):
     try:
         return train(parse_args(argv))
     except (UsageError, data.DataError, graph_trainer.CaptureError, lowering.LoweringError,
-            checkpoint.CheckpointError) as e:
+            checkpoint.CheckpointError, kernels.KernelError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
         return 2
 

@@ -14,7 +14,8 @@ from train import UsageError
 
 V5E = plan.CHIPS["TPU v5 lite"]
 BANDWIDTH = {"ici": plan.link_bandwidth("v5e:2x2", V5E), "dcn": 1e9, "host": 32e9, "hbm": V5E.hbm_bandwidth}
-DEBUG = ["--topology", "v5e:2x2", "--model", "llama3", "--layers", "2", "--scan", "--seq", "128"]
+DEBUG = ["--topology", "v5e:2x2", "--model", "llama3", "--layers", "2", "--scan", "--seq", "128",
+         "--kernels", "reference"]
 
 
 @pytest.fixture(scope="module")
