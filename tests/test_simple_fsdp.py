@@ -115,6 +115,14 @@ def test_one_all_gather_and_one_reduce_scatter_a_parameter(scan):
     assert counts["all_reduce"] == 4  # loss, auxiliary loss, valid tokens, squared gradient norm
 
 
+def test_the_tpu_compiler_hides_gathers_behind_compute():
+    """plan.py replays the compiled schedule: what lies between a collective's start and its done hides it."""
+    import plan
+    _, args = plan.parse("--topology v5e:2x4 --model llama3 --size 8b --layers 2 --scan --seq 1024".split())
+    report, _, _ = plan.report(args)
+    assert report["hidden_all_gather"] > 1e-3  # seconds
+
+
 STANDALONE = """
 import torch, torch.distributed as dist, torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
