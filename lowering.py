@@ -424,8 +424,14 @@ class Program:
                 shape[d] *= self.mesh.shape[name]
         return jax.ShapeDtypeStruct(shape, DTYPES[x.dtype], sharding=NamedSharding(self.mesh, spec))
 
-    def compile(self):
-        self.executable = self.lowered.compile()
+    def compile(self, options=None):
+        """options: XLA's and libtpu's own flags, {name: value}."""
+        try:
+            self.executable = self.lowered.compile(compiler_options=options or None)
+        except jax.errors.JaxRuntimeError as e:
+            if unknown := re.search(r"No such compile option: '(\w+)'", str(e)):
+                raise LoweringError(f"--libtpu-init-flags: this compiler has no flag {unknown.group(1)}") from e
+            raise
 
     def __call__(self, *args):
         return tree_unflatten(self.executable(*tree_flatten(args)[0]), self.graph.out_spec)

@@ -484,16 +484,6 @@ def first_line(e):
     return str(e).strip().split("\n")[0][:300]
 
 
-def compiler_options(flags):
-    """"--a=1 --b" -> {"a": "1", "b": True}, for .compile(compiler_options=...). libtpu takes almost every flag of
-    LIBTPU_INIT_ARGS there, to the same effect, but per program and with an error instead of an exit."""
-    options = {}
-    for flag in (flags or "").split():
-        name, _, value = flag.lstrip("-").partition("=")
-        options[name] = {"true": True, "": True, "false": False}.get(value, value)
-    return options
-
-
 def compile_with(lowered, options):
     """lowered.compile with the compiler's words kept: CompileError, with what to do about it."""
     try:
@@ -556,7 +546,7 @@ def report(args):
         step.lower()
     lower_s = lap()
     with train.phase(f"compiling for {n} {kind}"):
-        executable = compile_with(step.lowered, compiler_options(args.libtpu_init_flags))
+        executable = compile_with(step.lowered, recipes.compiler_options(args.libtpu_init_flags))
     compile_s = lap()
 
     memory = executable.memory_analysis()
@@ -822,7 +812,7 @@ def first_step(args, mesh, device_mesh, options):
     model = train.build_model(args, dataclasses.replace(config, vocab=dataset.vocab_size), device_mesh)
     step, _ = train.build_programs(args, model, graph_trainer.AdamW(), device_mesh, mesh)
     step.lower()
-    step.executable = compile_with(step.lowered, compiler_options(options))
+    step.executable = compile_with(step.lowered, recipes.compiler_options(options))
     first = dataset.batch(0, args.batch)
     rows_of = lambda rows: {k: x[rows] for k, x in first.items()}
     _, metrics = step(lowering.initial_state(model, mesh, args.seed), lowering.shard_batch(rows_of, (args.batch, args.seq), mesh))

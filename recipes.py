@@ -94,6 +94,16 @@ def chips_of(name):
     return ["--topology", RECIPES[name].topology, "--slices", str(RECIPES[name].slices)]
 
 
+def compiler_options(flags):
+    """"--a=1 --b" -> {"a": "1", "b": True}, for .compile(compiler_options=...). libtpu takes almost every flag of
+    LIBTPU_INIT_ARGS there, to the same effect, but per program and with an error instead of an exit."""
+    options = {}
+    for flag in (flags or "").split():
+        name, _, value = flag.lstrip("-").partition("=")
+        options[name] = {"true": True, "": True, "false": False}.get(value, value)
+    return options
+
+
 def add_flags(p):
     """Flags of recipes and plans, for the parsers of train.py and plan.py."""
     p.add_argument("--topology", metavar="NAME", help="compile for a TPU that is not here, e.g. v6e:4x4, and stop")

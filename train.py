@@ -32,6 +32,7 @@ import data
 import flux_data
 import graph_trainer
 import kernels
+import recipes
 import simple_fsdp
 from flux import Flux
 from llama3 import Llama3
@@ -83,7 +84,7 @@ def parse_args(argv):
     g.add_argument("--batch", type=positive(int), default=8, help="rows in a step, over all devices")
 
     g = p.add_argument_group("optimization")
-    g.add_argument("--steps", type=positive(int), default=300)
+    g.add_argument("--steps", type=positive(int), default=250)
     g.add_argument("--lr", type=positive(float), default=1e-3)
     g.add_argument("--warmup", type=positive(int, zero=True), default=20, help="steps until the full learning rate; then a cosine to lr/10")
     g.add_argument("--weight-decay", type=positive(float, zero=True), default=0.1)
@@ -105,6 +106,7 @@ def parse_args(argv):
     g.add_argument("--num-processes", type=positive(int))
     g.add_argument("--process-id", type=int)
 
+    recipes.add_flags(p.add_argument_group("full-size runs, on TPUs that are here or are not"))
     g = p.add_argument_group("kernels")
     g.add_argument("--kernels", choices=["pallas", "interpret", "reference"], help="what attention, the loss and the grouped "
                    "matmuls run as: Pallas (default on TPU), Pallas interpreted (anywhere, slow) or XLA (default on CPU)")
@@ -125,6 +127,12 @@ def parse_args(argv):
     g.add_argument("--print-sharding", action="store_true", help="print where every parameter lies and stop")
     g.add_argument("--val-batches", type=positive(int), default=8, help="batches of the validation loss at the end")
     args = p.parse_args(argv)
+    if args.recipe:
+        if args.recipe not in recipes.RECIPES:
+            raise UsageError(f"--recipe {args.recipe} is not one of: {', '.join(recipes.RECIPES)}")
+        args = p.parse_args(recipes.argv_of(args.recipe) + list(sys.argv[1:] if argv is None else argv))
+    if (args.report or args.picture or args.slices != 1) and not args.topology:
+        raise UsageError("--report, --picture and --slices go with --topology NAME")
     if args.mode != "graph":
         for flag in ("scan", "fsdp", "print_graph", "print_sharding"):
             if getattr(args, flag) not in (None, False):
@@ -157,6 +165,7 @@ def choose_devices(args):
     if n > len(devices):
         raise UsageError(f"--fsdp {shards} x --replicas {args.replicas} is {n} devices and there are {len(devices)} "
                          f"(--devices {n} gives virtual ones on the CPU)")
+    args.batch = args.per_device_batch * n if args.per_device_batch else args.batch
     if args.batch % n:
         raise UsageError(f"--batch {args.batch} does not divide over {n} devices (--fsdp {shards} x --replicas "
                          f"{args.replicas}): make it a multiple of {n}")
@@ -318,7 +327,7 @@ def train(args):
         step.lower()
         evaluate.lower()
     with phase("compiling"):
-        step.compile()
+        step.compile(recipes.compiler_options(args.libtpu_init_flags))
         evaluate.compile()
     state = lowering.initial_state(model, mesh, args.seed)
     if args.init_from:
@@ -378,7 +387,11 @@ def say(*text, end="\n"):
 
 def main(argv=None):
     try:
-        return train(parse_args(argv))
+        args = parse_args(argv)
+        if args.topology:  # chips that are not here: compile for them and say what it would be like
+            import plan
+            return plan.main(argv)
+        return train(args)
     except (UsageError, data.DataError, graph_trainer.CaptureError, lowering.LoweringError,
             checkpoint.CheckpointError, kernels.KernelError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)

@@ -160,8 +160,8 @@ def test_recipes_are_flags_that_the_parser_takes_and_later_ones_override():
 
 
 def test_compiler_options_are_names_and_values():
-    assert plan.compiler_options("--xla_a=1 --xla_b") == {"xla_a": "1", "xla_b": True}
-    assert plan.compiler_options(None) == {}
+    assert recipes.compiler_options("--xla_a=1 --xla_b") == {"xla_a": "1", "xla_b": True}
+    assert recipes.compiler_options(None) == {}
 
 
 def test_a_pallas_kernel_costs_its_ops_flops_shared_with_the_ops_other_kernels():
