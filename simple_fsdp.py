@@ -85,16 +85,33 @@ def _cast(name, dtype):
 
 
 def _gather(name, mesh, placements, dtype, reduce_dtype, reduce_op):
-    replicated, partial = [Replicate()] * mesh.ndim, [Partial(reduce_op)] * mesh.ndim
+    replicas = mesh[mesh.mesh_dim_names[0]] if mesh.ndim == 2 else None
+    shards, place = (mesh[mesh.mesh_dim_names[1]], placements[1:]) if replicas else (mesh, placements)
 
     def read(self):
         p = self._parameters[name]
-        if not isinstance(p, DTensor):  # under capture the state is plain shards: say what they are shards of
-            p = DTensor.from_local(p, mesh, placements, run_check=False)
-        p = p.redistribute(placements=replicated, forward_dtype=dtype, backward_dtype=reduce_dtype)
-        return p.to_local(grad_placements=partial)
+        p = p.to_local() if isinstance(p, DTensor) else p  # under capture the state is plain shards already
+        if replicas:
+            p = SumGradient.apply(p, replicas.get_group(), reduce_op)
+        p = DTensor.from_local(p, shards, place, run_check=False)
+        p = p.redistribute(placements=[Replicate()], forward_dtype=dtype, backward_dtype=reduce_dtype)
+        return p.to_local(grad_placements=[Partial(reduce_op)])
 
     return property(read)
+
+
+class SumGradient(torch.autograd.Function):
+    """A shard on its way to being gathered. Its gradient comes back reduce-scattered within the replica and is then reduced
+    across: DTensor on the 2-D mesh would all-reduce first, the whole gradient instead of a shard over the slow network."""
+
+    @staticmethod
+    def forward(ctx, shard, group, op):
+        ctx.group, ctx.op = group, op
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return funcol.all_reduce(grad, ctx.op, ctx.group), None, None
 
 
 def all_sum(x, mesh, dims=None):

@@ -123,6 +123,12 @@ def test_the_tpu_compiler_hides_gathers_behind_compute():
     assert report["hidden_all_gather"] > 1e-3  # seconds
 
 
+def test_hybrid_sharding_sends_shards_of_gradients_across_replicas_not_whole_ones():
+    model, step, _ = build("--model", "llama3", "--layers", "1", "--fsdp", "4", "--replicas", "2")
+    reduced = [node.meta["val"].numel() for node in step.graph.gm.graph.nodes if "all_reduce" in str(node.target)]
+    assert sum(reduced) <= sum(p.to_local().numel() for p in model.parameters()) + 16  # the shards, and a few scalars
+
+
 STANDALONE = """
 import torch, torch.distributed as dist, torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -20,7 +20,7 @@ def column(records, name):
     return np.array([r[name] for r in records])
 
 
-@pytest.mark.parametrize("model", train.MODELS)
+@pytest.mark.parametrize("model", ["llama3", "qwen3_moe"])  # the others: test_models.py, test_flux.py
 def test_twenty_steps_give_plain_pytorchs_losses(run, documents, model):
     """Autograd, clip_grad_norm_ and torch.optim.AdamW on the same weights and batches. 1e-4: the two sum in other orders,
     and Adam divides small gradients by their own size, so rounding grows over the steps."""
@@ -36,7 +36,7 @@ def test_twenty_steps_give_plain_pytorchs_losses(run, documents, model):
     np.testing.assert_allclose(column(ours, "loss"), theirs, rtol=1e-4)
 
 
-@pytest.mark.parametrize("model", train.MODELS)
+@pytest.mark.parametrize("model", ["llama3", "qwen3_moe"])  # the others: test_models.py, test_flux.py
 def test_scan_gives_the_unrolled_losses_and_gradient_norms(run, model):
     unrolled, scan = run("--model", model), run("--model", model, "--scan")
     for name in ("loss", "aux_loss", "grad_norm"):
@@ -137,7 +137,7 @@ def test_print_graph_shows_the_ops_and_the_models_lines(capsys):
     assert "torch.ops.tpu.splash_attention" in out and "llama3.py" in out
 
 
-def test_flops_count_what_is_known():
+def test_parameters_and_flops_are_the_published_ones():
     for name, size, billions in (("llama3", "8b", 8.03), ("llama3", "405b", 405.85), ("qwen3_moe", "235b-a22b", 235.09)):
         args = train.parse_args(["--model", name, "--size", size, "--dtype", "bfloat16"])
         model = train.build_model(args, train.choose_size(args), None)
