@@ -1,9 +1,3 @@
-# NOTE TO HELPERS (remove when merged): two of you were started on this file by mistake. Split:
-# - the one whose prompt says "It is about 17:05 now": you own SPLASH ATTENTION and FUSED CROSS-ENTROPY (Pallas fwd+bwd,
-#   their tests in tests/test_kernels.py). Build on the ops/references below; do not replace them wholesale.
-# - the one whose prompt says "It is about 17:28 now": you own the CPU reference speed (grouped matmul first, attention),
-#   GROUPED / PAIRED GROUPED MATMUL in Pallas (tests in tests/test_grouped_matmul.py), bench_kernels.py and tune.
-# Edit only your own sections of this file, with small in-place edits (re-read before each), never a whole-file write.
 """The three kernels that give a TPU step its memory and speed, as torch custom ops and as JAX functions.
 
     from kernels import splash_attention, linear_cross_entropy, grouped_matmul, paired_grouped_matmul

@@ -69,9 +69,10 @@ def _reshape(x, shape):
 
 
 def _fill(shape, value, dtype):
-    if isinstance(value, int) and dtype == torch.int64 and not -2**31 <= value < 2**31:
+    dtype = dtype or {bool: torch.bool, int: torch.int64, float: torch.float32}[type(value)]
+    if dtype == torch.int64 and not -2**31 <= value < 2**31:
         raise OverflowError(f"constant {value} does not fit int32, in which int64 is computed")
-    return jnp.full(shape, value, DTYPES[dtype or torch.float32])
+    return jnp.full(shape, value, DTYPES[dtype])
 
 
 def _slice(x, dim=0, start=None, end=None, step=1):
@@ -108,10 +109,16 @@ def _index_put(x, indices, values, accumulate=False):
     return at.add(values) if accumulate else at.set(values)
 
 
+def _along(index, dim):
+    """PyTorch's gather and scatter as an index: [i][j][k] with `index` in the place of dim, within index's own shape."""
+    grid = jnp.indices(index.shape, sparse=True)
+    return tuple(index if d == dim % index.ndim else g for d, g in enumerate(grid))
+
+
 def _scatter(x, dim, index, values, add=False):
-    where = tuple(index if d == dim % x.ndim else jnp.arange(n).reshape([-1 if e == d else 1 for e in range(x.ndim)])
-                  for d, n in enumerate(index.shape))
-    return x.at[where].add(values) if add else x.at[where].set(values)
+    at = x.at[_along(index, dim)]
+    values = values if jnp.ndim(values) == 0 else values[tuple(slice(n) for n in index.shape)]
+    return at.add(values) if add else at.set(values)
 
 
 def _embedding_backward(grad, ids, num_embeddings, padding_idx, scale_by_freq):
@@ -168,6 +175,7 @@ TABLE = {
     "aten.neg.default": jnp.negative,
     "aten.abs.default": jnp.abs,
     "aten.sgn.default": jnp.sign,
+    "aten.sign.default": jnp.sign,
     "aten.square.default": jnp.square,
     "aten.sqrt.default": jnp.sqrt,
     "aten.rsqrt.default": lax.rsqrt,
@@ -210,6 +218,7 @@ TABLE = {
     "aten.squeeze.default": jnp.squeeze,
     "aten.squeeze.dim": lambda x, dim: jnp.squeeze(x, dim) if x.shape[dim] == 1 else x,
     "aten.squeeze.dims": lambda x, dims: jnp.squeeze(x, tuple(d for d in dims if x.shape[d] == 1)),
+    "aten.flip.default": jnp.flip,
     "aten.cat.default": lambda xs, dim=0: jnp.concatenate(xs, dim),
     "aten.stack.default": lambda xs, dim=0: jnp.stack(xs, dim),
     "aten.split.Tensor": _split,
@@ -228,8 +237,8 @@ TABLE = {
     "aten.full.default": lambda shape, value, dtype=None, **layout: _fill(shape, value, dtype),
     "aten.full_like.default": lambda x, value, dtype=None, **layout: jnp.full_like(x, value, dtype and DTYPES[dtype]),
     "aten.empty_like.default": lambda x, dtype=None, **layout: jnp.empty_like(x, dtype and DTYPES[dtype]),
-    "aten.zeros.default": lambda shape, dtype=None, **layout: _fill(shape, 0, dtype),
-    "aten.ones.default": lambda shape, dtype=None, **layout: _fill(shape, 1, dtype),
+    "aten.zeros.default": lambda shape, dtype=None, **layout: _fill(shape, 0, dtype or torch.float32),
+    "aten.ones.default": lambda shape, dtype=None, **layout: _fill(shape, 1, dtype or torch.float32),
     "aten.zeros_like.default": lambda x, dtype=None, **layout: jnp.zeros_like(x, dtype and DTYPES[dtype]),
     "aten.ones_like.default": lambda x, dtype=None, **layout: jnp.ones_like(x, dtype and DTYPES[dtype]),
     "aten.new_zeros.default": lambda x, shape, dtype=None, **layout: jnp.zeros(shape, DTYPES.get(dtype, x.dtype)),
@@ -258,7 +267,7 @@ TABLE = {
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten.index.Tensor": _index,
     "aten.index_put.default": _index_put,
-    "aten.gather.default": lambda x, dim, index: jnp.take_along_axis(x, index, dim),
+    "aten.gather.default": lambda x, dim, index, sparse_grad=False: x[_along(index, dim)],
     "aten.scatter.src": _scatter,
     "aten.scatter.value": _scatter,
     "aten.scatter_add.default": lambda x, dim, index, values: _scatter(x, dim, index, values, add=True),
