@@ -77,7 +77,7 @@ def test_training_on_text_beats_token_frequencies(capsys):
 
 BAD = {
     "--size 9b": "--size 9b is not a size of llama3: debug, 8b, 70b, 405b",
-    "--model gpt5": "invalid choice: 'gpt5' (choose from 'llama3', 'qwen3_moe'",
+    "--model gpt5": "invalid choice: 'gpt5' (choose from 'llama3', 'qwen3', 'qwen3_moe'",
     "--scan --mode eager": "--scan needs --mode graph (got --mode eager)",
     "--steps 0": "argument --steps: 0 is not a positive number",
     "--lr -1": "argument --lr: -1 is not a positive number",
