@@ -2,6 +2,7 @@
 
     python bench.py step --model llama3        # tokens/s: PyTorch eager, torch.compile, ours unrolled, ours with scan
     python bench.py compile --model llama3     # compile seconds against depth, scan and unrolled
+    python bench.py kernels --topology tpu7x:2x2x1; python bench.py tune ...   # see bench_kernels.py
 """
 
 import argparse
@@ -168,11 +169,15 @@ def main(argv=None):
     p.add_argument("--seq", type=int, default=256)
     p.add_argument("--rounds", type=int)
     p.add_argument("--depths", type=int, nargs="+", default=[4, 16, 64], help="numbers of layers (compile)")
-    args = p.parse_args(argv)
-    args.dtype, args.seed, args.fsdp = "float32", 0, None
+    mine = p.parse_args(argv)
+    flags = ["--model", mine.model, "--size", mine.size, "--batch", str(mine.batch), "--seq", str(mine.seq), "--dtype", "float32"]
+    args = argparse.Namespace(**vars(train.parse_args(flags)) | vars(mine))
     args.rounds = args.rounds or {"step": 11, "compile": 3}[args.what]
     {"step": bench_step, "compile": bench_compile}[args.what](args)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] in (["kernels"], ["tune"]):  # the kernels, in the TPU compiler's cycles
+        import bench_kernels
+        sys.exit(bench_kernels.main(sys.argv[1:]))
     main()
