@@ -241,11 +241,11 @@ SPLASH_SIZES = [(512, 512), (1024, 1024), (2048, 1024), (1024, 2048), (2048, 204
 def candidates(kernel):
     """-> our blocks, JAX's, and what of either must agree to be called equal."""
     if kernel == "splash":
-        return ([[q, kv, 512, 256] for q, kv in SPLASH_SIZES],
+        return ([[q, kv, 512, 256] for q, kv in SPLASH_SIZES[:4]],
                 [[q, kv, c] for q, kv in SPLASH_SIZES for c in (512, 1024) if c <= kv], lambda b: b[:2])
     if kernel == "splash_backward":
-        return ([[1024, 1024, 512, 256, q, kv, 512, 512] for q, kv in SPLASH_SIZES[:3]],
-                [[q, kv, c] for q, kv in SPLASH_SIZES[:3] for c in (512, 1024) if c <= kv],
+        return ([[1024, 1024, 512, 256, q, kv, 512, 512] for q, kv in SPLASH_SIZES[:2]],
+                [[q, kv, c] for q, kv in SPLASH_SIZES[:2] for c in (512, 1024) if c <= kv],
                 lambda b: b[4:6] if len(b) > 3 else b[:2])
     if kernel == "grouped_matmul":
         return ([[rows, 768, 256, 2048, 256, 1024, 768] for rows in (128, 256, 512)],
@@ -255,8 +255,8 @@ def candidates(kernel):
         return ([[256, 768, rows, columns, 256, 1024, 768] for rows in (128, 256, 512) for columns in (1024, 2048)],
                 [[rows, 768, columns] for rows in (128, 256, 512) for columns in (1024, 2048)],
                 lambda b: b[2:4] if len(b) > 3 else [b[0], b[2]])
-    return ([[256, 768, 256, 2048, rows, d, 768] for rows in (128, 256, 512) for d in (512, 1024, 2048)],
-            [[rows, d, 768] for rows in (128, 256, 512) for d in (512, 1024, 2048)],
+    return ([[256, 768, 256, 2048, rows, d, 768] for rows in (128, 256, 512) for d in (1024, 2048)],
+            [[rows, d, 768] for rows in (128, 256, 512) for d in (1024, 2048)],
             lambda b: b[4:] if len(b) > 3 else b)
 
 
@@ -304,9 +304,9 @@ def tune(args):
     name = f"splash_attention D={D}"
     shapes = {"T": 8192, "H": config.n_heads // config.n_kv_heads, "D": D}
     parts = [(512, 256), (256, 256), (512, 512), (1024, 256)]
-    forward = search(name, "splash", [[q, kv, *c] for q, kv in SPLASH_SIZES for c in parts if c[0] <= q], **shapes)
+    forward = search(name, "splash", [[q, kv, *c] for q, kv in SPLASH_SIZES[:4] for c in parts if c[0] <= q], **shapes)
     backward = search(name, "splash_backward",
-                      [[*forward, q, kv, *c] for q, kv in SPLASH_SIZES for c in parts[:3] if c[0] <= q], **shapes)
+                      [[*forward, q, kv, *c] for q, kv in SPLASH_SIZES[:3] for c in parts[:3] if c[0] <= q], **shapes)
     best_blocks[name] = backward
     if hasattr(config, "n_experts"):
         D, F = config.dim, config.ffn

@@ -856,6 +856,9 @@ def splash_blocks(blocks, q, k, chip, interpret):
 # As in attention, logits are kept transposed, vocabulary down the sublanes: what belongs to a token is a row
 # (1, tokens). The backward pass computes the logits twice, once for each gradient: one kernel for both would
 # have to keep the sum of one of them in HBM.
+#
+# Where the cycles go (tpu7x, 512 tokens × 512 words at D = 4096, bundles of 2 MXU slots): forward 3,656 bundles, 76 % of
+# their MXU slots filled, the softmax under the matmul; dx 7,132, 89 %, and dw 6,433, 91 %, two matmuls each.
 
 
 @dataclass(frozen=True)
