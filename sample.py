@@ -2,6 +2,7 @@
 
     python sample.py --hf Qwen3-0.6B --prompt "The capital of France is" --max-new 32 --greedy
     python sample.py --hf out --tokens 1,2,3 --temperature 0.8 --top-p 0.95
+    python sample.py --model flux --hf out --prompt "a red square" --out red.png   # sample_flux.py
 
 Notable features:
 - the models know nothing of caches: while one is captured, `Cached` answers its calls of splash attention from
@@ -255,6 +256,10 @@ def sample(args):
 
 
 def main(argv=None):
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:2] == ["--model", "flux"]:  # pictures
+        import sample_flux
+        return sample_flux.main(argv[2:])
     try:
         return sample(parse_args(argv))
     except (UsageError, data.DataError, checkpoint.CheckpointError) as e:
