@@ -138,6 +138,13 @@ def program(case, chip):
                 [rows[1], x, w, *rows], kernel)
     x, w, g, sizes = (shape(c["N"], c["D"]), shape(c["E"], c["D"], c["F"]), shape(c["N"], c["F"]),
                       shape(c["E"], dtype=jnp.int32))
+    if kernel.startswith("paired"):
+        if not kernel.endswith(("dx", "dw")):
+            return lambda x, w, u, n: op(kernel)(x, w, u, n, blocks), [x, w, w, sizes], "gated_grouped"
+        part, name = ((slice(1), "multiply_transposed_grouped") if kernel.endswith("dx") else
+                      (slice(1, 3), "weights_grouped"))
+        return (lambda g, x, w, u, n, a, b: op("paired_grouped_matmul_backward")(g, x, w, u, n, a, b, blocks)[part],
+                [g, x, w, w, sizes, g, g], name)
     if kernel == "grouped_matmul":
         if ours:
             return lambda x, w, n: op(kernel)(x, w, n, blocks), [x, w, sizes], "multiply_grouped"
@@ -157,7 +164,7 @@ def useful_flops(case):
     c, kernel = case, case["kernel"]
     if kernel.startswith("splash"):
         return (10 if "backward" in kernel else 4) * c["H"] * c["D"] * c["T"] * (c["T"] + 1) // 2
-    return 2 * c["N"] * c["D"] * c.get("F", c.get("V"))
+    return (4 if kernel.startswith("paired") else 2) * c["N"] * c["D"] * c.get("F", c.get("V"))
 
 
 def cycles(case, code):
@@ -309,16 +316,16 @@ def tune(args):
                       [[*forward, q, kv, *c] for q, kv in SPLASH_SIZES[:3] for c in parts[:3] if c[0] <= q], **shapes)
     best_blocks[name] = backward
     if hasattr(config, "n_experts"):
-        D, F = config.dim, config.ffn
-        shapes = {"N": 8192 * config.top_k, "D": D, "F": F, "E": config.n_experts}
-        for pair in (False, True):
-            name = f"{'paired_' * pair}grouped_matmul D={D} F={F}"
+        for pair, D, F in ((True, config.dim, config.ffn), (False, config.ffn, config.dim)):  # gate and up; down
+            shapes = {"N": 8192 * config.top_k, "D": D, "F": F, "E": config.n_experts}
+            op = "paired_" * pair + "grouped_matmul"
+            name = f"{op} D={D} F={F}"
             fits = [b for b in (
-                [rows, columns, rows, dx_columns, rows, d, f] for rows in (128, 256, 512) for columns in kernels.cuts(F)[:3]
-                for dx_columns in kernels.cuts(D)[:3] for d in kernels.cuts(D)[:3] for f in kernels.cuts(F)[:3])
+                [rows, columns, rows, dx_columns, rows, d, f] for rows in (128, 256, 512) for columns in kernels.cuts(F)[:2]
+                for dx_columns in kernels.cuts(D)[:2] for d in kernels.cuts(D)[:3] for f in kernels.cuts(F)[:2])
                 if max(kernels.grouped_vmem(GroupedBlocks(*b), D, F, pair, 2).values()) <= kernels.vmem_limit(chip)]
             pick = {}
-            for kernel, fields in (("grouped_matmul", (0, 2)), ("grouped_matmul_dx", (2, 4)), ("grouped_matmul_dw", (4, 7))):
+            for kernel, fields in ((op, (0, 2)), (f"{op}_dx", (2, 4)), (f"{op}_dw", (4, 7))):
                 distinct = {tuple(b[slice(*fields)]): b for b in fits}
                 pick[fields] = search(name, kernel, list(distinct.values()), **shapes)[slice(*fields)]
             best_blocks[name] = [b for fields in sorted(pick) for b in pick[fields]]

@@ -380,7 +380,15 @@ def splash_backward_reference(g, q, k, v, segment_ids, out, lse, causal, window,
     K, S = k.shape[1:3]
     q, g, out, lse = (x.reshape(B, K, H // K, *x.shape[2:]) for x in (q, g, out, lse))
     delta = (g.astype(jnp.float32) * out).sum(-1, keepdims=True)
-    dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+
+    def over_queries(x, y, keys):
+        """x: (B, K, G, rows, keys), y: (B, K, G, rows, D) -> (B, K, D, S) fp32. This way round, and padded rather
+        than added into a slice, XLA:CPU takes half the time."""
+        x, y = (t.reshape(B, K, -1, t.shape[-1]) for t in (x, y))
+        z = jnp.einsum("bkts,bktd->bkds", x, y, preferred_element_type=jnp.float32)
+        return jnp.pad(z, ((0, 0),) * 3 + ((keys.start, S - keys.stop),))
+
+    dqs, dk, dv = [], 0, 0
     for rows, keys in spans(T, S, causal, window, max(64, T // 8)):
         s = scores_jax(q, k, rows, keys, segment_ids, causal, window, softcap, scale)
         p = jnp.exp(s - lse[:, :, :, rows, None])
@@ -390,9 +398,9 @@ def splash_backward_reference(g, q, k, v, segment_ids, out, lse, causal, window,
             ds = ds * (1 - (jnp.where(s == -jnp.inf, 0, s) / softcap) ** 2)
         p, ds = p.astype(q.dtype), ds.astype(q.dtype)
         dqs.append(jnp.einsum("bkgts,bksd->bkgtd", ds, k[:, :, keys]))
-        dk = dk.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", ds, q[:, :, :, rows]))
-        dv = dv.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", p, g[:, :, :, rows]))
-    return jnp.concatenate(dqs, 3).reshape(B, H, T, D), dk.astype(k.dtype), dv.astype(v.dtype)
+        dk += over_queries(ds, q[:, :, :, rows], keys)
+        dv += over_queries(p, g[:, :, :, rows], keys)
+    return jnp.concatenate(dqs, 3).reshape(B, H, T, D), dk.mT.astype(k.dtype), dv.mT.astype(v.dtype)
 
 
 def logits_jax(x, weight, multiplier, softcap):
@@ -420,42 +428,44 @@ def cross_entropy_backward_reference(g, x, weight, targets, lse, ignore_index, z
 
 
 # XLA:CPU computes lax.ragged_dot as one masked full-size matmul per expert, E times the flops. Tiles of rows
-# in a loop took 2.4 ms against its 42 (N=4096, D=F=256, E=8, 2 cores).
-ROWS = 128
+# in a loop take 2.1 ms against its 19 and 3.1 of a loop over experts in PyTorch (N=4096, D=F=256, E=8, 2 cores).
+ROWS = 256
 
 
-def row_tiles(group_sizes, n):
-    """Rows 0..n in tiles of ROWS that belong to one expert each: how many, each one's expert and first row.
+def row_tiles(group_sizes, n, rows):
+    """Rows 0..n in tiles of `rows` that belong to one expert each: how many, each one's expert and first row.
     A group's last tile runs over into the next group."""
-    count = -(-group_sizes // ROWS)
+    count = -(-group_sizes // rows)
     last = jnp.cumsum(count)
-    tile = jnp.arange(n // ROWS + len(group_sizes))
+    tile = jnp.arange(n // rows + len(group_sizes))
     expert = jnp.minimum(jnp.searchsorted(last, tile, side="right"), len(group_sizes) - 1)
-    first = (jnp.cumsum(group_sizes) - group_sizes)[expert] + (tile - (last - count)[expert]) * ROWS
+    first = (jnp.cumsum(group_sizes) - group_sizes)[expert] + (tile - (last - count)[expert]) * rows
     return last[-1], expert, first
 
 
 def grouped_reference(x, w, group_sizes, blocks):
-    n, expert, first = row_tiles(group_sizes, x.shape[0])
-    x = jnp.pad(x, ((0, ROWS), (0, 0)))
+    rows = min(ROWS, x.shape[0])
+    n, expert, first = row_tiles(group_sizes, x.shape[0], rows)
+    x = jnp.pad(x, ((0, rows), (0, 0)))
 
     def tile(i, y):  # tiles come in order, so the next group writes over what ran into it
-        y_tile = lax.dynamic_slice_in_dim(x, first[i], ROWS) @ w[expert[i]]
+        y_tile = lax.dynamic_slice_in_dim(x, first[i], rows) @ w[expert[i]]
         return lax.dynamic_update_slice_in_dim(y, y_tile, first[i], 0)
 
     y = lax.fori_loop(0, n, tile, jnp.zeros((x.shape[0], w.shape[2]), x.dtype))
-    return jnp.where(jnp.arange(x.shape[0])[:, None] < group_sizes.sum(), y, 0)[:-ROWS]
+    return jnp.where(jnp.arange(x.shape[0])[:, None] < group_sizes.sum(), y, 0)[:-rows]
 
 
 def grouped_weights_reference(x, g, group_sizes):
     """x[rows of e].T @ g[rows of e] -> (E, D, F) fp32."""
-    n, expert, first = row_tiles(group_sizes, x.shape[0])
-    x, g = (jnp.pad(t, ((0, ROWS), (0, 0))) for t in (x, g))
+    rows = min(ROWS, x.shape[0])
+    n, expert, first = row_tiles(group_sizes, x.shape[0], rows)
+    x, g = (jnp.pad(t, ((0, rows), (0, 0))) for t in (x, g))
     end = jnp.cumsum(group_sizes)
 
     def tile(i, dw):
-        own = (first[i] + jnp.arange(ROWS) < end[expert[i]])[:, None]
-        x_tile, g_tile = (jnp.where(own, lax.dynamic_slice_in_dim(t, first[i], ROWS), 0) for t in (x, g))
+        own = (first[i] + jnp.arange(rows) < end[expert[i]])[:, None]
+        x_tile, g_tile = (jnp.where(own, lax.dynamic_slice_in_dim(t, first[i], rows), 0) for t in (x, g))
         return dw.at[expert[i]].add(jnp.matmul(x_tile.T, g_tile, preferred_element_type=jnp.float32))
 
     return lax.fori_loop(0, n, tile, jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]), jnp.float32))
@@ -1038,6 +1048,10 @@ def cross_entropy_blocks(blocks, x, weight, chip, interpret):
 #
 # The contraction (D forward, F for dx) is never cut: no accumulator is read, added to and written between
 # blocks, and the matrix unit's own accumulation runs on. Hence also one visit writes one block.
+#
+# Where the cycles go (tpu7x, 256 rows, D = 2048, F = 768, bundles of 2 MXU and 4 vector slots; JAX's megablox in
+# brackets): forward 1,193 (1,317), 85 % of the MXU slots filled, dx 1,284 (1,325), dw 1,623 (1,987), and 150 a visit for the
+# grid. dw's groups end with 1,470 to transpose the sums where F < D. Pair 2,530: silu's arithmetic shows as 140.
 
 
 @dataclass(frozen=True)
@@ -1067,41 +1081,32 @@ def grouped_vmem(blocks, D, F, pair, itemsize):
 
 def cuts(size):
     """What a dimension may be cut into: itself and its divisors that are whole lanes, largest first."""
-    return [size] + [c for c in range(size - size % 128, 0, -128) if size % c == 0 and c < size]
+    return [size] + [c for c in range(size - 1, 127, -1) if size % c == 0 and c % 128 == 0]
 
 
-def grouped_blocks(D, F, pair, itemsize, chip):
-    """The tuned blocks (bench.py tune), or the widest that fit."""
-    tuned = TUNED.get(chip, {}).get(f"{'paired_' if pair else ''}grouped_matmul D={D} F={F}")
-    if tuned:
-        return GroupedBlocks(*tuned)
-
-    def fits(**kw):
-        blocks = replace(GroupedBlocks(256, 128, 256, 128, 256, 128, 128), **kw)
-        sizes = grouped_vmem(blocks, D, F, pair, itemsize)
-        return sizes["dw" if "dw_f" in kw else "dx" if "dx_columns" in kw else "forward"] <= vmem_limit(chip)
-
-    columns = next((c for c in cuts(F) if fits(columns=c)), cuts(F)[-1])
-    dx_columns = next((c for c in cuts(D) if fits(dx_columns=c)), cuts(D)[-1])
-    dw_f, dw_d = next(((f, d) for f in cuts(F) for d in cuts(D) if d * f <= 2 ** 21 and fits(dw_d=d, dw_f=f)),
-                      (cuts(F)[-1], cuts(D)[-1]))
-    return GroupedBlocks(256, columns, 256, dx_columns, 256, dw_d, dw_f)
-
-
-def check_grouped_blocks(blocks, D, F, pair, dtype, chip):
-    for name, size, block in (("columns", F, blocks.columns), ("dx_columns", D, blocks.dx_columns),
-                              ("dw_d", D, blocks.dw_d), ("dw_f", F, blocks.dw_f)):
-        if block not in cuts(size):
-            raise KernelError(f"grouped_matmul: {name}={block} must be {size} or a multiple of 128 that divides it")
-    for name in ("rows", "dx_rows", "dw_rows"):
-        if getattr(blocks, name) % 16 or getattr(blocks, name) <= 0:
-            raise KernelError(f"grouped_matmul: {name}={getattr(blocks, name)} must be a multiple of 16")
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        raise KernelError(f"grouped_matmul: want bfloat16 or float32 (got {dtype})")
-    for kernel, size in grouped_vmem(blocks, D, F, pair, dtype.itemsize).items():
-        if size > vmem_limit(chip):
-            raise KernelError(f"grouped_matmul: {kernel} needs {size / 2**20:.1f} MiB of VMEM, {chip} has "
-                             f"{vmem_limit(chip) / 2**20:.0f} MiB for it: D={D}, F={F}, {blocks}")
+def grouped_blocks(given, x, w, pair, chip):
+    """The given blocks, or the tuned ones (bench.py tune), or the widest that fit."""
+    D, F = w.shape[1:]
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise KernelError(f"grouped_matmul: x is {x.dtype} and the weights {w.dtype}: want both bfloat16 or float32")
+    given = given or TUNED.get(chip, {}).get(f"{'paired_' * pair}grouped_matmul D={D} F={F}")
+    blocks = GroupedBlocks(*given or (256, F, 256, D, 256, D, F))
+    fields = {"columns": F, "dx_columns": D, "dw_d": D, "dw_f": F}
+    for name, size in fields.items():
+        if getattr(blocks, name) not in cuts(size):
+            raise KernelError(f"grouped_matmul: {name}={getattr(blocks, name)} must be {size} or a multiple of 128 that "
+                              "divides it")
+    if rows := [r for r in (blocks.rows, blocks.dx_rows, blocks.dw_rows) if r < 16 or r % 16]:
+        raise KernelError(f"grouped_matmul: rows={rows[0]} must be a multiple of 16")
+    for kernel, names in (("forward", ["columns"]), ("dx", ["dx_columns"]), ("dw", ["dw_d", "dw_f"])):
+        while (vmem := grouped_vmem(blocks, D, F, pair, x.dtype.itemsize)[kernel]) > vmem_limit(chip):
+            widest = max(names, key=lambda name: getattr(blocks, name))
+            narrower = [c for c in cuts(fields[widest]) if c < getattr(blocks, widest)]
+            if given or not narrower:
+                raise KernelError(f"grouped_matmul: {kernel} needs {vmem / 2**20:.1f} MiB of VMEM, {chip} has "
+                                  f"{vmem_limit(chip) / 2**20:.0f} MiB for it: D={D}, F={F}, {blocks}")
+            blocks = replace(blocks, **{widest: narrower[0]})
+    return blocks
 
 
 def visits(group_sizes, n, rows, every_group):
@@ -1130,38 +1135,32 @@ def multiply(xs, ws):
 
 def gated(xs, ws):
     a, b = (dot(xs[0], w) for w in ws)
-    return [jax.nn.silu(a) * b, a, b]
+    half = 0.5 * a  # silu by one tanh; a sigmoid is an exp and a division
+    return [(half * jnp.tanh(half) + half) * b, a, b]
 
 
 def multiply_transposed(xs, ws):
     return [sum(dot(x, w, NT) for x, w in zip(xs, ws))]
 
 
-def grouped_kernel(group, tile, begin, *refs, compute, n_x, n_w, transposed, n_groups):
+def grouped_kernel(group, expert, tile, begin, *refs, compute, n_x, n_w, n_groups):
     """One visit: compute(x's rows, the group's weights) -> the results' rows. Those behind the group's end are
     written too: the next group's visit writes over them."""
     xs, ws, outs = refs[:n_x], refs[n_x:n_x + n_w], refs[n_x + n_w:]
     visit = pl.program_id(1)
-    rows, columns = outs[0].shape
-    # Two matrices' results at a time fit the registers in narrow columns only: silu of one strip of them then
-    # runs under the matmuls of the next.
-    strip = 256 if n_w == 2 and columns % 256 == 0 else columns
 
-    def write(results, at):
-        own = lax.broadcasted_iota(jnp.int32, (rows, strip), 0) >= begin[visit]
+    def write(results):
+        own = lax.broadcasted_iota(jnp.int32, outs[0].shape, 0) >= begin[visit]
         for out, y in zip(outs, results):  # select in fp32: bf16 masks are packed, slower to make
-            out[:, at] = jnp.where(own, y, out[:, at].astype(jnp.float32)).astype(out.dtype)
+            out[...] = jnp.where(own, y, out[...].astype(jnp.float32)).astype(out.dtype)
 
-    @pl.when(group[visit] < n_groups)
-    def _():
-        for c in range(0, columns, strip):
-            at = slice(c, c + strip)
-            write(compute([x[...] for x in xs], [w[at, :] if transposed else w[:, at] for w in ws]), at)
+    def multiply_rows():
+        write(compute([x[...] for x in xs], [w[...] for w in ws]))
 
-    @pl.when(group[visit] == n_groups)
-    def _():
-        for c in range(0, columns, strip):
-            write([0.0] * len(outs), slice(c, c + strip))
+    def clear_rows():  # behind the last group
+        write([0.0] * len(outs))
+
+    lax.cond(group[visit] < n_groups, multiply_rows, clear_rows)
 
 
 def grouped_call(compute, xs, ws, group_sizes, n_outs, rows, columns, transposed, chip, interpret):
@@ -1169,53 +1168,58 @@ def grouped_call(compute, xs, ws, group_sizes, n_outs, rows, columns, transposed
     E, F = ws[0].shape[0], ws[0].shape[1 if transposed else 2]
     n_visits, (group, tile, begin, _) = visits(group_sizes, n, rows, every_group=False)
 
-    def weights_at(column, visit, group, tile, begin):
-        e = jnp.minimum(group[visit], E - 1)
-        return (e, column, 0) if transposed else (e, 0, column)
+    expert = jnp.minimum(group, E - 1)  # whose weights to hold, behind the last group too
+
+    def weights_at(column, visit, group, expert, tile, begin):
+        return (expert[visit], column, 0) if transposed else (expert[visit], 0, column)
 
     return pl.pallas_call(
-        functools.partial(grouped_kernel, compute=compute, n_x=len(xs), n_w=len(ws), transposed=transposed, n_groups=E),
+        functools.partial(grouped_kernel, compute=compute, n_x=len(xs), n_w=len(ws), n_groups=E),
         name=compute.__name__ + "_grouped",
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(F // columns, n_visits),
-            in_specs=[pl.BlockSpec((rows, K), lambda c, v, group, tile, begin: (tile[v], 0))] * len(xs)
+            in_specs=[pl.BlockSpec((rows, K), lambda c, v, group, expert, tile, begin: (tile[v], 0))] * len(xs)
             + [pl.BlockSpec((None, columns, K) if transposed else (None, K, columns), weights_at)] * len(ws),
-            out_specs=[pl.BlockSpec((rows, columns), lambda c, v, group, tile, begin: (tile[v], c))] * n_outs),
+            out_specs=[pl.BlockSpec((rows, columns), lambda c, v, group, expert, tile, begin: (tile[v], c))] * n_outs),
         out_shape=[jax.ShapeDtypeStruct((n, F), xs[0].dtype)] * n_outs,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"),
                                              vmem_limit_bytes=vmem_limit(chip)),
-        interpret=interpret)(group, tile, begin, *xs, *ws)
+        interpret=interpret)(group, expert, tile, begin, *xs, *ws)
 
 
 def weights_kernel(group, tile, begin, end, x, *refs):
-    """One visit adds g[rows of the group].T @ x[rows of the group] to (F, D) accumulators; a group's last visit
-    writes them, transposed. That way round the narrower side is the one to transpose, and the products leave
-    the matrix unit in 0.6 of the steps that x.T @ g takes."""
+    """One visit adds x[rows of the group].T @ g[rows of the group] to the sums; a group's last visit writes them. The
+    matrix unit takes the narrower of x and g transposed in 0.6 of the steps that the wider one takes, so where g
+    is narrower the sums are kept transposed, (f, d)."""
     gs, outs, sums = (refs[i * len(refs) // 3:(i + 1) * len(refs) // 3] for i in range(3))
     visit, last = pl.program_id(2), pl.num_programs(2) - 1
     first_of_group = (visit == 0) | (group[jnp.maximum(visit - 1, 0)] != group[visit])
     last_of_group = (visit == last) | (group[jnp.minimum(visit + 1, last)] != group[visit])
+    flipped = gs[0].shape[1] < x.shape[1]
 
     def own(ref):
         row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
         mine = (row >= begin[visit]) & (row < end[visit])
         return jnp.where(mine, ref[...].astype(jnp.float32), 0).astype(ref.dtype)
 
+    def product(g):
+        return dot(own(g), own(x), TN) if flipped else dot(own(x), own(g), TN)
+
     @pl.when(first_of_group)  # of an empty group too: its gradient is zero
     def _():
         for total, g in zip(sums, gs):
-            total[...] = dot(own(g), own(x), TN)
+            total[...] = product(g)
 
     @pl.when(~first_of_group)
     def _():
         for total, g in zip(sums, gs):
-            total[...] += dot(own(g), own(x), TN)
+            total[...] += product(g)
 
     @pl.when(last_of_group)
     def _():
         for out, total in zip(outs, sums):
-            out[...] = total[...].T.astype(out.dtype)
+            out[...] = (total[...].T if flipped else total[...]).astype(out.dtype)
 
 
 def weights_call(x, gs, group_sizes, dtype, rows, d, f, chip, interpret):
@@ -1231,41 +1235,32 @@ def weights_call(x, gs, group_sizes, dtype, rows, d, f, chip, interpret):
             in_specs=[pl.BlockSpec((rows, d), lambda i, j, v, group, tile, *_: (tile[v], i))]
             + [pl.BlockSpec((rows, f), lambda i, j, v, group, tile, *_: (tile[v], j))] * len(gs),
             out_specs=[pl.BlockSpec((None, d, f), lambda i, j, v, group, *_: (group[v], i, j))] * len(gs),
-            scratch_shapes=[pltpu.VMEM((f, d), jnp.float32)] * len(gs)),
+            scratch_shapes=[pltpu.VMEM((f, d) if f < d else (d, f), jnp.float32)] * len(gs)),
         out_shape=[jax.ShapeDtypeStruct((E, D, F), dtype)] * len(gs),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"),
                                              vmem_limit_bytes=vmem_limit(chip)),
         interpret=interpret)(*scalars, x, *gs)
 
 
-def blocks_for(x, w, pair, blocks, chip):
-    D, F = w.shape[1:]
-    if x.dtype != w.dtype:
-        raise KernelError(f"grouped_matmul: x is {x.dtype} and the weights {w.dtype}: want one dtype")
-    blocks = GroupedBlocks(*blocks) if blocks else grouped_blocks(D, F, pair, x.dtype.itemsize, chip)
-    check_grouped_blocks(blocks, D, F, pair, x.dtype, chip)
-    return blocks
-
-
 def grouped_pallas(x, w, group_sizes, blocks, *, chip, interpret):
-    b = blocks_for(x, w, False, blocks, chip)
+    b = grouped_blocks(blocks, x, w, False, chip)
     return grouped_call(multiply, [x], [w], group_sizes, 1, b.rows, b.columns, False, chip, interpret)[0]
 
 
 def grouped_backward_pallas(g, x, w, group_sizes, blocks, *, chip, interpret):
-    b = blocks_for(x, w, False, blocks, chip)
+    b = grouped_blocks(blocks, x, w, False, chip)
     dx, = grouped_call(multiply_transposed, [g], [w], group_sizes, 1, b.dx_rows, b.dx_columns, True, chip, interpret)
     dw, = weights_call(x, [g], group_sizes, w.dtype, b.dw_rows, b.dw_d, b.dw_f, chip, interpret)
     return dx, dw
 
 
 def paired_pallas(x, gate, up, group_sizes, blocks, *, chip, interpret):
-    b = blocks_for(x, gate, True, blocks, chip)
+    b = grouped_blocks(blocks, x, gate, True, chip)
     return grouped_call(gated, [x], [gate, up], group_sizes, 3, b.rows, b.columns, False, chip, interpret)
 
 
 def paired_backward_pallas(g, x, gate, up, group_sizes, a, b, blocks, *, chip, interpret):
-    blocks = blocks_for(x, gate, True, blocks, chip)
+    blocks = grouped_blocks(blocks, x, gate, True, chip)
     gs = silu_mul_backward(g, a, b)
     dx, = grouped_call(multiply_transposed, gs, [gate, up], group_sizes, 1, blocks.dx_rows, blocks.dx_columns, True,
                        chip, interpret)
