@@ -14,6 +14,7 @@ Notable features:
 
 import functools
 import math
+import operator
 import traceback
 from dataclasses import dataclass
 
@@ -96,8 +97,8 @@ def functionalize(gm):
         if node.op != "call_function" or not mutates(node):
             continue
         base = node.args[0]
-        if base.op == "placeholder" or is_view(base) or any(is_view(user) for user in base.users):
-            raise CaptureError(f"in-place op {node.target} on an input or a view, which one graph cannot hold: "
+        if base.op != "call_function" or is_view(base) or any(is_view(user) for user in base.users):
+            raise CaptureError(f"in-place op {node.target} on an input, a constant or a view, which one graph cannot hold: "
                                f"write y = f(x) instead of changing x\n{node.meta.get('stack_trace', '')}")
         packet, overload = node.target.overloadpacket.__name__.rstrip("_"), node.target._overloadname
         node.target = getattr(getattr(torch.ops.aten, packet), overload)
@@ -110,6 +111,8 @@ def mutates(node):
 
 
 def is_view(node):
+    if node.target is operator.getitem:  # a piece of a split is a view because the split is
+        return is_view(node.args[0])
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
 

@@ -123,7 +123,14 @@ def _scatter(x, dim, index, values, add=False):
 
 def _embedding_backward(grad, ids, num_embeddings, padding_idx, scale_by_freq):
     ids, grad = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
-    return jnp.zeros((num_embeddings, grad.shape[-1]), grad.dtype).at[ids].add(grad)
+    scale = (ids != padding_idx).astype(grad.dtype)  # the padding's row gets no gradient; -1 stands for no padding
+    if scale_by_freq:
+        scale = scale / jnp.bincount(ids, length=num_embeddings)[ids].astype(grad.dtype)
+    return jnp.zeros((num_embeddings, grad.shape[-1]), grad.dtype).at[ids].add(grad * scale[:, None])
+
+
+def _softmax(f):
+    return lambda x, dim, half_to_float: f(x.astype(jnp.float32) if half_to_float else x, dim)
 
 
 def _topk(x, k, dim=-1, largest=True, sorted=True):
@@ -275,9 +282,9 @@ TABLE = {
     "aten.sort.default": _sort,
     "aten.sort.stable": lambda x, stable=True, dim=-1, descending=False: _sort(x, dim, descending),
     # nn
-    "aten._softmax.default": lambda x, dim, half_to_float: jax.nn.softmax(x, dim),
+    "aten._softmax.default": _softmax(jax.nn.softmax),
     "aten._softmax_backward_data.default": _sum_to_softmax,
-    "aten._log_softmax.default": lambda x, dim, half_to_float: jax.nn.log_softmax(x, dim),
+    "aten._log_softmax.default": _softmax(jax.nn.log_softmax),
     "aten._log_softmax_backward_data.default": lambda grad, y, dim, dtype:
         grad - jnp.exp(y) * grad.sum(dim, keepdims=True),
     "aten.gelu.default": lambda x, approximate="none": jax.nn.gelu(x, approximate == "tanh"),

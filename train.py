@@ -55,7 +55,7 @@ class UsageError(Exception):
 
 
 def parse_args(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     p.error = lambda message: (_ for _ in ()).throw(UsageError(message))
 
     def positive(kind, zero=False):
@@ -93,6 +93,9 @@ def parse_args(argv):
 
     g = p.add_argument_group("how it runs")
     g.add_argument("--mode", default="graph", choices=["graph", "compile", "eager"])
+    g.add_argument("--tpu_config.eager_mode", dest="mode", type=lambda text: {"DEFER_AND_FUSE": "eager"}.get(text, text), choices=["eager"], metavar="DEFER_AND_FUSE",
+                   help="--mode eager")
+    g.add_argument("--compile.enable", dest="mode", action="store_const", const="compile", help="--mode compile")
     g.add_argument("--tpu_config.use_graph_trainer", dest="mode", action="store_const", const="graph", help="--mode graph")
     g.add_argument("--scan", "--tpu_config.use_scan_layers", dest="scan", action="store_true",
                    help="one loop over the decoder layers: compile time and program size of one layer")
@@ -263,7 +266,10 @@ def kernel_table(args, device):
     for prefix, name, cls in (("sa", "splash_blocks", kernels.SplashBlocks), ("ce", "ce_blocks", kernels.CrossEntropyBlocks)):
         given = {f.name: value for f in dataclasses.fields(cls) if (value := getattr(args, f"{prefix}_block_{f.name}"))}
         blocks[name] = cls(**given) if given else None
-    chip = CHIPS.get(device.device_kind, ("tpu7x", None))[0]  # interpreted kernels take tpu7x's limits
+    if kind == "pallas" and device.device_kind not in CHIPS:
+        raise UsageError(f"--kernels pallas knows {', '.join(CHIPS)}, and this is {device.device_kind}: add it to CHIPS in "
+                         "train.py and to kernels.VMEM_MIB, or use --kernels reference")
+    chip = CHIPS[device.device_kind][0] if on_tpu and kind == "pallas" else "tpu7x"  # interpreted kernels take tpu7x's limits
     return kernels.lowerings(kind, **kinds, **blocks, chip=chip)
 
 

@@ -28,8 +28,18 @@ def test_an_in_place_op_on_fresh_memory_becomes_functional():
     assert out.tolist() == [1, 9, 25]
 
 
-@pytest.mark.parametrize("f", [lambda x: x.add_(1), lambda x: (x * 2)[0].add_(1), lambda x: (y := x * 2, v := y[0], y.add_(1), v)[-1]],
-                         ids=["an input", "a view", "memory that a view reads"])
+CONSTANT = torch.zeros(3)
+ALIASED = {
+    "an input": lambda x: x.add_(1),
+    "a view": lambda x: (x * 2)[0].add_(1),
+    "memory that a view reads": lambda x: (y := x * 2, v := y[0], y.add_(1), v)[-1],
+    "a piece of a split": lambda x: (y := x * 2, y.chunk(3)[0].add_(1), y)[-1],
+    "memory that a piece reads": lambda x: (y := x * 2, v := y.chunk(3)[0], y.add_(1), v)[-1],
+    "a constant": lambda x: x + CONSTANT.add_(1),
+}
+
+
+@pytest.mark.parametrize("f", ALIASED.values(), ids=ALIASED)
 def test_an_in_place_op_that_something_aliases_is_refused(f):
     with pytest.raises(CaptureError, match="in-place op"):
         capture(f, torch.ones(3))

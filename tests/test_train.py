@@ -79,6 +79,8 @@ BAD = {
     "--size 9b": "--size 9b is not a size of llama3: debug, 8b, 70b, 405b",
     "--model gpt5": "invalid choice: 'gpt5' (choose from 'llama3', 'qwen3', 'qwen3_moe'",
     "--scan --mode eager": "--scan needs --mode graph (got --mode eager)",
+    "--scan --tpu_config.eager_mode=DEFER_AND_FUSE": "--scan needs --mode graph (got --mode eager)",
+    "--fsdp 2 --compile.enable": "--fsdp needs --mode graph (got --mode compile)",
     "--steps 0": "argument --steps: 0 is not a positive number",
     "--lr -1": "argument --lr: -1 is not a positive number",
     "--lr nan": "argument --lr: nan is not a positive number",
