@@ -7,8 +7,9 @@ Notable features:
 - make_fx on fake tensors: nothing is allocated, so 405B parameters trace on a laptop
 - the optimizer is a function in the graph, the learning rate too: the step takes (state, batch) and gives
   (state, metrics), and XLA may update the state in place
-- scan over layers: one loop node whose body is one layer. The backward body is cut out of the same traced
-  graph as the forward's, so what is saved and what is recomputed is a choice of nodes
+- scan over layers: one loop node whose body is one layer. The backward body is cut out of the same traced graph as the
+  forward's, so what is saved and what is recomputed (--remat) is a choice of nodes
+- split: the same one graph cut into several programs, where one would be too large to compile
 - under SimpleFSDP all of it is the program of one device, collectives included
 """
 
@@ -28,6 +29,9 @@ from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode, disable_proxy_modes_tracing, make_fx, track_tensor_tree)
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+import lowering
+import simple_fsdp
 
 
 class CaptureError(Exception):
@@ -69,8 +73,12 @@ def capture(fn, *args):
     with detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True):  # a scan body is captured while the step is
         fakes = [torch.empty(x.shape, dtype=x.dtype) for x in flat]
     gm = trace(flat_fn, fakes)
-    outputs = [n.meta["val"] for n in gm.graph.output_node().args[0]]
-    return Graph(gm, in_spec, out_spec, outputs)
+    return Graph(gm, in_spec, out_spec, values_of(gm))
+
+
+def values_of(gm):
+    """A graph's results, as fake tensors."""
+    return [node.meta["val"] for node in gm.graph.output_node().args[0]]
 
 
 def trace(fn, fakes):
@@ -154,11 +162,12 @@ class AdamW:
         return update
 
 
-def train_step(model, opt, psum=lambda x, dims=None: x):
+def train_step(model, opt, psum=lambda x, dims=None: x, micro_batches=1):
     """-> step(state, batch) -> (state, metrics), to capture.
 
     state: {"params", "m", "v": {name: this device's shard}, "step": int32 scalar, steps done}.
     psum: sums a tensor over the devices (simple_fsdp.all_sum), over the named mesh dimensions or all.
+    micro_batches: how many the batch's rows are taken as, one after the other (see accumulate).
     metrics: loss, aux_loss, grad_norm (before clipping, of the whole model), lr: fp32 scalars.
     """
     shards = {name: shard_axes(p) for name, p in model.named_parameters()}
@@ -167,9 +176,13 @@ def train_step(model, opt, psum=lambda x, dims=None: x):
 
     def step(state, batch):
         params = {name: p.requires_grad_() for name, p in state["params"].items()}
-        with _reparametrize_module(model, params):
-            loss, aux_loss = model.loss(batch, psum)
-        grads = dict(zip(params, torch.autograd.grad(loss + aux_loss, list(params.values()))))
+        if micro_batches > 1:
+            loss, aux_loss, grads = accumulate(model, params, batch, psum, micro_batches)
+        else:
+            with _reparametrize_module(model, params):
+                loss, aux_loss = model.loss(batch, psum)
+            grads = torch.autograd.grad(loss + aux_loss, list(params.values()))
+        grads = dict(zip(params, grads))
 
         with torch.no_grad():
             # Shards of one parameter lie on different devices of an axis; copies of it count once.
@@ -179,7 +192,7 @@ def train_step(model, opt, psum=lambda x, dims=None: x):
             total = sum(psum(torch.stack(s).sum(), axes) if axes else torch.stack(s).sum()
                         for axes, s in square.items())
             grad_norm = total.sqrt()
-            scale = (opt.clip / (grad_norm + 1e-6)).clamp(max=1.0)
+            scale = boundary((opt.clip / (grad_norm + 1e-6)).clamp(max=1.0)) if opt.clip else 1.0
 
             step_number = state["step"] + 1
             t = step_number.float()
@@ -193,6 +206,37 @@ def train_step(model, opt, psum=lambda x, dims=None: x):
             return new, metrics
 
     return step
+
+
+def accumulate(model, params, batch, psum, n):
+    """-> loss, aux_loss and gradients of the whole batch, its rows taken as n micro-batches in one loop.
+
+    Each weight is gathered once, before the loop, and its gradient, accumulated whole in fp32, is reduced once, after it:
+    the network carries one step's bytes, and each device holds one whole model and its gradients.
+    A micro-batch weighs as much as it has valid targets. The MoE's balance is that of each micro-batch.
+    """
+    reads = simple_fsdp.reads(model)
+    whole = [reads[name].gather(p).detach() for name, p in params.items()]
+    micro = {key: x.unflatten(0, (n, -1)) for key, x in batch.items()}
+    weight = torch.full((n,), 1 / n)
+    if "targets" in batch:
+        valid = psum((micro["targets"] >= 0).sum((1, 2)))
+        weight = valid / valid.sum().clamp(min=1)
+
+    def body(sums, rows, weight, whole):
+        whole = [w.requires_grad_() for w in whole]
+        with _reparametrize_module(model, dict(zip(params, whole))), simple_fsdp.gathered():
+            loss, aux_loss = model.loss(rows, psum)
+        losses = [loss * weight, aux_loss / n]
+        grads = torch.autograd.grad(sum(losses), whole)
+        return [s + g.float() for s, g in zip(sums, [*losses, *grads])]
+
+    sums = [torch.zeros(()), torch.zeros(()), *(torch.zeros_like(w, dtype=torch.float32) for w in whole)]
+    with disable_proxy_modes_tracing(), torch.enable_grad():
+        example = tree_map(torch.empty_like, (sums, {key: x[0] for key, x in micro.items()}, weight[0], whole))
+        graph = capture(body, *example)
+    loss, aux_loss, *sums = loop(graph.gm, sums, [*micro.values(), weight], whole, False, 0)
+    return loss, aux_loss, [reads[name].reduce(g) for name, g in zip(params, sums)]
 
 
 def eval_step(model, psum=lambda x, dims=None: x):
@@ -229,30 +273,38 @@ def shard_axes(p):
     return tuple(axis for axis, place in zip(p.device_mesh.mesh_dim_names, p.placements) if isinstance(place, Shard))
 
 
-# ----------------------------------------------------------------------------------- scan over layers
+# ------------------------------------------------------------ ops that hold a graph, ops that mark a place
 
 
-class Loop(HigherOrderOperator):
-    """loop(body, carry, xs, consts, reverse): body(*carry, *x, *consts) -> (*carry, *y), once for each slice x
-    of xs along dimension 0, from the last one if reverse. Returns [*carry, *stacked ys].
+class BodyOp(HigherOrderOperator):
+    """op(body, *args): one node of the graph that holds a GraphModule. results: what it gives, of the body's results."""
 
-    One node in the graph, lax.scan in the lowering. torch's own scan has no reverse, short of flipping
-    the stacked weights, which copies each of them whole.
-    """
+    def __init__(self, name, run, results):
+        super().__init__(name)
+        self.fallthrough(torch._C.DispatchKey.AutogradCPU)  # LayerFunction below is their autograd
+        self.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(run)
+        self.py_impl(FakeTensorMode)(functools.partial(self.fake, results))
+        self.py_impl(ProxyTorchDispatchMode)(self.record)
 
-    def __init__(self):
-        super().__init__("loop")
+    def __call__(self, body, *args):
+        return super().__call__(body, *args)
 
-    def __call__(self, body, carry, xs, consts, reverse):
-        return super().__call__(body, list(carry), list(xs), list(consts), reverse)
+    def fake(self, results, mode, body, *args):
+        with mode:
+            return [torch.empty(shape, dtype=y.dtype) for shape, y in results(values_of(body), *args)]
+
+    def record(self, mode, body, *args):
+        with disable_proxy_modes_tracing():
+            out = self(body, *args)
+        root = mode.tracer.root
+        name = next(name for i in range(10**6) if getattr(root, name := f"{self.name()}_body_{i}", body) is body)
+        root.register_module(name, body)
+        proxies = tree_map(mode.tracer.unwrap_proxy, (body, *args))
+        node = mode.tracer.create_proxy("call_function", self, proxies, {})
+        return track_tensor_tree(out, node, constant=None, tracer=mode.tracer)
 
 
-loop = Loop()
-loop.fallthrough(torch._C.DispatchKey.AutogradCPU)  # _Scan below is its autograd
-
-
-@loop.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)
-def loop_eager(body, carry, xs, consts, reverse):
+def run_loop(body, carry, xs, consts, reverse, prefetch):
     ys = []
     for i in reversed(range(len(xs[0]))) if reverse else range(len(xs[0])):
         out = body(*carry, *(x[i] for x in xs), *consts)
@@ -261,51 +313,92 @@ def loop_eager(body, carry, xs, consts, reverse):
     return [*carry, *(torch.stack(y) for y in zip(*(reversed(ys) if reverse else ys)))]
 
 
-@loop.py_impl(FakeTensorMode)
-def loop_fake(mode, body, carry, xs, consts, reverse):
-    out = [n.meta["val"] for n in body.graph.output_node().args[0]]
-    with mode:
-        stacked = [torch.empty((len(xs[0]), *y.shape), dtype=y.dtype) for y in out[len(carry):]]
-        return [torch.empty_like(c) for c in carry] + stacked
+# loop(body, carry, xs, consts, reverse, prefetch): body(*carry, *x, *consts) -> (*carry, *y), once for each slice x of xs
+# along dimension 0, from the last one if reverse. Returns [*carry, *stacked ys]. The first `prefetch` of xs lie in host
+# memory: each slice is fetched an iteration ahead. lax.scan in the lowering; torch's own scan has no reverse, short of
+# flipping the stacked weights, which copies each of them whole.
+loop = BodyOp("loop", run_loop, lambda out, carry, xs, *_: [
+    (y.shape if i < len(carry) else (len(xs[0]), *y.shape), y) for i, y in enumerate(out)])
+
+# call(body, args, late): body(*args). late > 0 marks a recomputation: XLA must not merge it with what it repeats, nor begin
+# it before the last of its first `late` arguments is there. The other arguments (weights to gather) it may use ahead.
+call = BodyOp("call", lambda body, args, late: list(body(*args)), lambda out, *_: [(y.shape, y) for y in out])
 
 
-@loop.py_impl(ProxyTorchDispatchMode)
-def loop_proxy(mode, body, *args):
-    with disable_proxy_modes_tracing():
-        out = loop(body, *args)
-    name = next(name for i in range(10**6) if not hasattr(mode.tracer.root, name := f"loop_body_{i}"))
-    mode.tracer.root.register_module(name, body)
-    proxies = tree_map(mode.tracer.unwrap_proxy, (body, *args))
-    node = mode.tracer.create_proxy("call_function", loop, proxies, {})
-    return track_tensor_tree(out, node, constant=None, tracer=mode.tracer)
+def mark(name):
+    """An identity that stays in the graph as one node, torch.ops.tpu.<name>."""
+    def clone(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    op = torch.library.custom_op(f"tpu::{name}", clone, mutates_args=())
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, grad: op(grad))
+    return op
+
+
+to_host = mark("to_host")  # its result lies in the host's memory
+to_device = mark("to_device")
+boundary = mark("boundary")  # one program ends here, in forward and in backward, if the graph is split
+
+# ------------------------------------------------------------------------- layers as one loop, or as one node each
+
+# --remat: the ops, by the beginnings of their names, whose results a layer's forward saves for its backward,
+# which recomputes the rest. Full remat saves the layer's input alone.
+ATTENTION = ("tpu.splash_attention",)
+DOTS = (*ATTENTION, "aten.mm.", "aten.bmm.", "aten.addmm.", "tpu.grouped_matmul", "tpu.paired_grouped_matmul")
+REMAT = {"full": (), "attention": ATTENTION, "dots": DOTS, "none": ("",)}
 
 
 class ScanLayers(nn.Module):
     """Takes the place of a model's `layers`: one layer whose parameters are stacked, (L, ...) each.
 
     layer(x, *consts) -> x, or (x, *ys) with ys stacked over layers in the result. A const that requires a gradient
-    gets the sum over layers, accumulated in fp32.
+    gets the sum over layers, accumulated in fp32. remat: a key of REMAT. offload: what is saved goes to host memory.
     """
 
-    def __init__(self, layers):
+    def __init__(self, layers, remat="full", offload=False):
         super().__init__()
-        self.n_layers = len(layers)
+        self.n_layers, self.remat, self.offload = len(layers), remat, offload
         self.stack = layers[0]
         for sub in self.stack.modules():
             for name, p in sub._parameters.items():
                 sub._parameters[name] = p if p is None else stack_meta(p, self.n_layers)
 
     def forward(self, x, *consts):
-        names, params = zip(*self.stack.named_parameters())
-        with disable_proxy_modes_tracing(), torch.enable_grad():
-            bodies = trace_bodies(functools.partial(self.run_layer, names), x, params, consts)
-        x, *ys = Scan.apply(bodies, len(params), x, *params, *consts)
+        params = [p for _, p in self.stack.named_parameters()]
+        bodies = trace_bodies(self.stack, x, [p[0] for p in params], consts, self.remat, self.offload)
+        if not torch.is_grad_enabled():
+            x, *ys = loop(bodies.inference, [x], params, list(consts), False, 0)
+        else:
+            x, *ys = LayerFunction.apply(bodies, True, self.offload, len(params), x, *params, *consts)
         return (x, *ys) if ys else x
 
-    def run_layer(self, names, x, params, consts):
-        with _reparametrize_module(self.stack, dict(zip(names, params))):
-            out = self.stack(x, *consts)
-        return out if isinstance(out, tuple) else (out,)
+
+class UnrolledLayers(nn.ModuleList):
+    """Takes the place of a model's `layers`: the same layers, each one a node in forward and a node in backward, traced once.
+
+    remat: as in ScanLayers. groups: boundaries cut them into so many programs, between which what is saved lies in host
+    memory (0: no cut).
+    """
+
+    def __init__(self, layers, remat="full", groups=0):
+        super().__init__(layers)
+        self.remat, self.groups = remat, groups
+
+    def forward(self, x, *consts):
+        bodies, ys = None, []
+        for i, layer in enumerate(self):
+            if self.groups and i % (len(self) // self.groups) == 0:
+                x = boundary(x)
+            params = [p for _, p in layer.named_parameters()]
+            bodies = bodies or trace_bodies(layer, x, params, consts, self.remat)
+            if not torch.is_grad_enabled():
+                x, *y = call(bodies.inference, [x, *params, *consts], 0)
+            else:
+                x, *y = LayerFunction.apply(bodies, False, self.groups > 0, len(params), x, *params, *consts)
+            ys.append(y)
+        x = boundary(x) if self.groups else x
+        return (x, *map(torch.stack, zip(*ys))) if ys[0] else x
 
 
 def stack_meta(p, n):
@@ -319,21 +412,25 @@ def stack_meta(p, n):
 
 @dataclass
 class Bodies:
+    inference: torch.fx.GraphModule  # (x, *params, *consts) -> (x, *ys)
     forward: torch.fx.GraphModule  # (x, *params, *consts) -> (x, *ys, *saved)
-    # (grad_x, *grad_consts, *params, *saved, *grad_ys, *consts) -> (grad_x, *grad_consts, *grad_params)
+    # (grad_x, *grad_consts, *saved, *params, *grad_ys, *consts) -> (grad_x, *grad_consts, *grad_params)
     backward: torch.fx.GraphModule
-    differentiable: list  # which of (x, *ys) have a gradient
+    n_outs: int  # of (x, *ys)
+    differentiable: list  # which of them have a gradient
     learned: list  # which consts need one
 
 
-def trace_bodies(layer, x, params, consts):
-    """Traces one layer and its gradient as one graph and cuts that in two: the forward saves the layer's
-    input only, the backward recomputes the rest."""
-    learned = [c.requires_grad for c in consts]
-    x, params, consts = tree_map(torch.empty_like, (x, [p[0] for p in params], list(consts)))
-    inputs = [t.requires_grad_() for t in (x, *params)]
-    outs = layer(x, params, consts)
-    differentiable = [o.requires_grad for o in outs]
+def trace_bodies(module, x, params, consts, remat, offload=False):
+    """Traces one layer and its gradient as one graph and cuts that in two. What the forward saves and what the backward
+    recomputes is a choice of nodes: those of REMAT[remat], as far as they depend on x (gathered weights are not
+    worth their memory) and the backward needs them. Views and casts are recomputed from what they read."""
+    names = [name for name, _ in module.named_parameters()]
+
+    def layer(x, params, consts):
+        with _reparametrize_module(module, dict(zip(names, params))):
+            out = module(x, *consts)
+        return out if isinstance(out, tuple) else (out,)
 
     def joint(x, params, consts, grads, sums):
         wanted = [c for c, needed in zip(consts, learned) if needed]
@@ -344,24 +441,56 @@ def trace_bodies(layer, x, params, consts):
         sums = [s + g for s, g in zip(sums, grads)]
         return outs, [grad_x, *sums, *grads[len(sums):]]
 
-    graph = capture(joint, x, params, consts, [torch.empty_like(o) for o, d in zip(outs, differentiable) if d],
-                    [torch.empty_like(c, dtype=torch.float32) for c, needed in zip(consts, learned) if needed])
-    inputs = graph.gm.graph.find_nodes(op="placeholder")
+    with disable_proxy_modes_tracing(), torch.enable_grad():
+        learned = [c.requires_grad for c in consts]
+        x, params, consts = tree_map(torch.empty_like, (x, params, list(consts)))
+        for t in (x, *params):
+            t.requires_grad_()
+        outs = layer(x, params, consts)
+        differentiable = [o.requires_grad for o in outs]
+        graph = capture(joint, x, params, consts, [torch.empty_like(o) for o, d in zip(outs, differentiable) if d],
+                        [torch.empty_like(c, dtype=torch.float32) for c, needed in zip(consts, learned) if needed])
+    gm, inputs = graph.gm, graph.gm.graph.find_nodes(op="placeholder")
     x, params, consts, (grad_x, *grad_ys), sums = tree_unflatten(inputs, graph.in_spec)
-    outs, grads = tree_unflatten(graph.gm.graph.output_node().args[0], graph.out_spec)
-    saved = [x]
-    return Bodies(subgraph(graph.gm, [x, *params, *consts], [*outs, *saved]),
-                  subgraph(graph.gm, [grad_x, *sums, *params, *saved, *grad_ys, *consts], grads),
-                  differentiable, learned)
+    outs, grads = tree_unflatten(gm.graph.output_node().args[0], graph.out_spec)
+    keep = {n for n in depend_on([x], gm) - depend_on([grad_x, *grad_ys], gm)
+            if op_name(n).startswith(REMAT[remat]) and isinstance(n.meta["val"], torch.Tensor)
+            and not is_view(n) and not op_name(n).startswith("aten._to_copy")}
+    keep = (keep | {x}) & ancestors(grads, keep)
+    saved = [n for n in gm.graph.nodes if n in keep]
+    forward = subgraph(gm, [x, *params, *consts], [*outs, *saved])
+    if offload:
+        hosted(forward, len(saved))
+    backward = subgraph(gm, [grad_x, *sums, *saved, *params, *grad_ys, *consts], grads)
+    return Bodies(subgraph(gm, [x, *params, *consts], outs), forward, backward, len(outs), differentiable, learned)
+
+
+def op_name(node):
+    return op_name(node.args[0]) if node.target is operator.getitem else str(node.target)
+
+
+def depend_on(nodes, gm):
+    """The nodes of gm's graph that the given ones lead to, without them."""
+    found = set(nodes)
+    for node in gm.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found - set(nodes)
+
+
+def ancestors(nodes, stop):
+    """The given nodes and all that lead to them, back to those in `stop`."""
+    found, pending = set(), list(nodes)
+    while pending:
+        if (node := pending.pop()) not in found:
+            found.add(node)
+            pending += () if node in stop else node.all_input_nodes
+    return found
 
 
 def subgraph(gm, inputs, outputs):
     """The part of gm's graph that computes `outputs` from `inputs` (nodes of it), as a GraphModule."""
-    needed, pending = set(inputs), list(outputs)
-    while pending:
-        if (node := pending.pop()) not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
+    needed = ancestors(outputs, set(inputs))
     graph = torch.fx.Graph()
     env = {node: graph.placeholder(node.name) for node in inputs}
     for node in inputs:
@@ -373,25 +502,110 @@ def subgraph(gm, inputs, outputs):
     return torch.fx.GraphModule(gm, graph)
 
 
-class Scan(torch.autograd.Function):
+def hosted(body, n):
+    """Sends a body's last n results to host memory."""
+    output = body.graph.output_node()
+    results = list(output.args[0])
+    for i in range(len(results) - n, len(results)):
+        with body.graph.inserting_before(output):
+            node = body.graph.call_function(torch.ops.tpu.to_host.default, (results[i],))
+        node.meta = dict(results[i].meta)
+        results[i] = node
+    output.args = (results,)
+    body.recompile()
+
+
+class LayerFunction(torch.autograd.Function):
+    """Runs Bodies: forward of one layer, or of all in a loop (scan: params stacked)."""
+
     @staticmethod
-    def forward(ctx, bodies, n_params, x, *rest):
+    def forward(ctx, bodies, scan, offload, n_params, x, *rest):
         params, consts = rest[:n_params], rest[n_params:]
-        outs = loop(bodies.forward, [x], params, consts, False)
-        outs, saved = outs[:len(bodies.differentiable)], outs[len(bodies.differentiable):]
-        ctx.bodies, ctx.n_params, ctx.n_saved = bodies, n_params, len(saved)
-        ctx.save_for_backward(*params, *saved, *consts)
+        if scan:
+            outs = loop(bodies.forward, [x], list(params), list(consts), False, 0)
+        else:
+            outs = call(bodies.forward, [x, *params, *consts], 0)
+        outs, saved = outs[:bodies.n_outs], outs[bodies.n_outs:]
+        if offload and not scan:
+            saved = [to_host(s) for s in saved]
+        ctx.bodies, ctx.scan, ctx.offload, ctx.n_params, ctx.n_saved = bodies, scan, offload, n_params, len(saved)
+        ctx.save_for_backward(*saved, *params, *consts)
         ctx.mark_non_differentiable(*(o for o, d in zip(outs, bodies.differentiable) if not d))
         return tuple(outs)
 
     @staticmethod
     def backward(ctx, *grads):
-        n = ctx.n_params + ctx.n_saved
-        xs, consts = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        n = ctx.n_saved + ctx.n_params
+        saved, params, consts = ctx.saved_tensors[:ctx.n_saved], ctx.saved_tensors[ctx.n_saved:n], ctx.saved_tensors[n:]
         grad_x, *grad_ys = [g for g, d in zip(grads, ctx.bodies.differentiable) if d]
         learned = [c for c, needed in zip(consts, ctx.bodies.learned) if needed]
         sums = [torch.zeros_like(c, dtype=torch.float32) for c in learned]
-        grad_x, *grads = loop(ctx.bodies.backward, [grad_x, *sums], [*xs, *grad_ys], consts, True)
+        if ctx.scan:
+            grad_x, *grads = loop(ctx.bodies.backward, [grad_x, *sums], [*saved, *params, *grad_ys], list(consts), True,
+                                  len(saved) if ctx.offload else 0)
+        else:
+            saved = [to_device(s) for s in saved] if ctx.offload else saved
+            late = [grad_x, *sums, *saved]
+            grad_x, *grads = call(ctx.bodies.backward, [*late, *params, *grad_ys, *consts], len(late))
         sums = iter([s.to(c.dtype) for s, c in zip(grads, learned)])
         grad_consts = [next(sums) if needed else None for needed in ctx.bodies.learned]
-        return None, None, grad_x, *grads[len(learned):], *grad_consts
+        return None, None, None, None, grad_x, *grads[len(learned):], *grad_consts
+
+
+# ------------------------------------------------------------------------------- graph split
+
+
+def split(graph, is_data):
+    """Cuts a captured graph at its boundary nodes -> [lowering.Stage, ...], to be run in order.
+
+    is_data: for each of the graph's flat inputs, whether it is of the batch. What depends on no data (gathered weights,
+    rotary tables, the learning rate) is computed anew in each stage that needs it; all else runs in the earliest
+    stage that has its inputs. With clipping no update can come before the last gradient (the clip is a boundary): the
+    updates are then cut by the stage that their gradient comes from. Without, they are part of that stage.
+    """
+    gm = graph.gm
+    position = {node: i for i, node in enumerate(gm.graph.nodes)}
+    inputs, outputs = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node().args[0]
+    data = {node for node, is_its in zip(inputs, is_data) if is_its}
+    data |= depend_on(data, gm) - {gm.graph.output_node()}
+    stage, clip = {}, math.inf
+    for node in position:
+        if node in data and op_name(node) != TO_DEVICE:
+            stage[node] = max((stage[i] + (op_name(i) == BOUNDARY) for i in node.all_input_nodes if i in stage), default=0)
+            if op_name(node) == BOUNDARY and node.meta["val"].ndim == 0:
+                clip = stage[node]
+    for node in data - set(stage):  # fetched where it is used, not where it was saved
+        stage[node] = min(stage[user] for user in node.users)
+    final = max(stage.values()) if clip == math.inf else clip
+
+    wanted = {}  # (stage, where an update's gradient comes from) -> nodes that later stages or the caller need
+    for node in stage:
+        if node.op != "placeholder" and any(stage.get(user, -1) > stage[node] for user in node.users):
+            wanted.setdefault((stage[node], 0), {})[node] = None
+    for node in outputs:
+        at, born = stage.get(node, final), 0
+        if at > clip:
+            earlier = {n for n in stage if stage[n] < at}
+            born = max((stage[n] for n in ancestors([node], earlier) & earlier if stage[n] < clip), default=0)
+        wanted.setdefault((at, born), {})[node] = None
+    stages = []
+    for at, born in sorted(wanted):
+        results = sorted(wanted[at, born], key=position.get)
+        known = {n for n in stage if stage[n] < at} | set(inputs)
+        taken = sorted(ancestors(results, known) & known, key=position.get)
+        stages.append(lowering.Stage(subgraph(gm, taken, results), taken, results))
+    return stages
+
+
+BOUNDARY, TO_DEVICE, TO_HOST = (f"tpu.{name}.default" for name in ("boundary", "to_device", "to_host"))
+
+
+def host_bytes(gm):
+    """What one device's to_host nodes put into its host's memory in a step."""
+    total = 0
+    for node in gm.graph.nodes:
+        if op_name(node) == TO_HOST:
+            total += node.meta["val"].nbytes
+        if node.target is loop:
+            total += host_bytes(getattr(gm, node.args[0].target)) * len(node.args[2][0].meta["val"])
+    return total

@@ -17,6 +17,7 @@ import functools
 import os
 import re
 import zlib
+from dataclasses import dataclass
 
 # Before jax loads libtpu. On a machine without a TPU, libtpu would ask a metadata server for minutes; these
 # make it a pure compiler. On a TPU host they would break its own detection.
@@ -158,12 +159,30 @@ def _clamp(x, low=None, high=None):
     return jnp.clip(x, low, high)
 
 
-def _loop(body, carry, xs, consts, reverse):
-    """graph_trainer.loop: body(*carry, *x, *consts) -> (*carry, *y) for each x along dimension 0 of xs."""
-    def step(carry, x):
-        out = body(*carry, *x, *consts)
-        return out[:len(carry)], out[len(carry):]
-    carry, ys = lax.scan(step, list(carry), list(xs), reverse=reverse)
+def _call(body, args, late):
+    """graph_trainer.call. A barrier's results are other values to XLA than its operands: nothing that is computed from
+    them is merged with (CSE), or moved before, what the operands gave."""
+    if late:
+        args = [*lax.optimization_barrier(tuple(args[:late])), *(lax.optimization_barrier(x) for x in args[late:])]
+    return body(*args)
+
+
+def _loop(body, carry, xs, consts, reverse, prefetch, fetch=lambda x: x):
+    """graph_trainer.loop: body(*carry, *x, *consts) -> (*carry, *y) for each x along dimension 0 of xs. fetch brings
+    one of the first `prefetch` of them from host memory; an iteration carries the next one's."""
+    n, hosted = len(xs[0]), xs[:prefetch]
+
+    def ahead(i):
+        return [fetch(lax.dynamic_index_in_dim(x, i, keepdims=False)) for x in hosted]
+
+    def step(state, x):
+        (carry, fetched), (i, *x) = state, x
+        following = ahead(jnp.clip(i - 1 if reverse else i + 1, 0, n - 1))
+        out = body(*carry, *fetched, *x, *consts)
+        return (out[:len(carry)], following), out[len(carry):]
+
+    start = list(carry), ahead(n - 1 if reverse else 0)
+    (carry, _), ys = lax.scan(step, start, [jnp.arange(n), *xs[prefetch:]], reverse=reverse)
     return [*carry, *ys]
 
 
@@ -293,8 +312,12 @@ TABLE = {
     "aten.silu_backward.default": _silu_backward,
     "aten.sigmoid_backward.default": lambda grad, y: grad * y * (1 - y),
     "aten.tanh_backward.default": lambda grad, y: grad * (1 - y * y),
-    # control flow
+    # graph_trainer's: control flow, and marks; where the host's memory is the device's, nothing moves
     "loop": _loop,
+    "call": _call,
+    "tpu.boundary.default": lambda x: x,
+    "tpu.to_host.default": lambda x: x,
+    "tpu.to_device.default": lambda x: x,
     "<built-in function getitem>": lambda xs, i: xs[i],
 }
 for op, f in {"eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal, "gt": jnp.greater,
@@ -319,6 +342,13 @@ def collectives(axis_of_group):
         "_c10d_functional.all_reduce.default": lambda x, op, group: reductions[op](x, axis_of_group[group]),
         "_c10d_functional.wait_tensor.default": lambda x: x,  # XLA decides when to wait
     }
+
+
+def host_memory():
+    """Lowerings of what moves between a TPU's HBM and its host's memory."""
+    to_device = functools.partial(jax.device_put, device=jax.memory.Space.Device)
+    return {"tpu.to_host.default": functools.partial(jax.device_put, device=jax.memory.Space.Host),
+            "tpu.to_device.default": to_device, "loop": functools.partial(_loop, fetch=to_device)}
 
 
 # ------------------------------------------------------------------------------------------ the interpreter
@@ -412,33 +442,99 @@ def partition_spec(p):
     return P(*(tuple(names) or None for names in axes))
 
 
+@dataclass
+class Stage:
+    """A part of a graph that is an executable of its own. inputs, outputs: nodes of the whole graph, whose values gm's
+    placeholders take and gm gives."""
+
+    gm: torch.fx.GraphModule
+    inputs: list
+    outputs: list
+
+
 class Program:
-    """A captured graph as one XLA executable over a mesh: the graph is each device's program.
+    """A captured graph as one XLA executable over a mesh, or as the several that graph_trainer.split cuts it into: the
+    graph is each device's program.
 
     in_specs (a tuple), out_specs: PartitionSpecs, nested like the graph's arguments and results. donate: how many of
-    the leading arguments give their memory to the results. Call lower(), compile(), then the program
-    itself with (nested) global jax.Arrays.
+    the leading arguments give their memory to the results. stages: what split gives. Call lower(), compile(), then
+    the program itself with (nested) global jax.Arrays.
+
+    Values go from one stage to a later one as they lie on each device; those that a to_host node made go through
+    host memory, and are fetched back while the stage before the one that needs them runs.
     """
 
-    def __init__(self, graph, mesh, in_specs, out_specs, table=(), donate=0):
+    def __init__(self, graph, mesh, in_specs, out_specs, table=(), donate=0, stages=None):
         self.graph, self.mesh = graph, mesh
-        self.specs = tree_flatten(in_specs)[0]
-        fn = lower(graph.gm, table)
-        fn = jax.shard_map(fn, mesh=mesh, in_specs=tuple(self.specs), out_specs=tree_flatten(out_specs)[0],
-                           check_vma=False)
-        donated = len(tree_flatten(in_specs[:donate])[0])
-        self.jitted = jax.jit(fn, donate_argnums=range(donated))
+        inputs, outputs = graph.gm.graph.find_nodes(op="placeholder"), graph.gm.graph.output_node().args[0]
+        stages = stages or [Stage(graph.gm, inputs, outputs)]
+        self.inputs, self.outputs, self.specs = inputs, outputs, tree_flatten(in_specs)[0]
+        spec_of = dict(zip(inputs, self.specs)) | dict(zip(outputs, tree_flatten(out_specs)[0]))
+        state = set(inputs[:len(tree_flatten(in_specs[:donate])[0])])
+        last = {node: i for i, stage in enumerate(stages) for node in stage.inputs}
+        self.stages, self.pieces = [], {}  # equal stages share one Piece
+        for i, stage in enumerate(stages):
+            specs = [[spec_of.get(node, P(mesh.axis_names)) for node in nodes] for nodes in (stage.inputs, stage.outputs)]
+            options = {"donated": [k for k, node in enumerate(stage.inputs) if node in state and last[node] == i and node.meta["val"].ndim],
+                       "wide_in": {k for k, node in enumerate(stage.inputs) if node not in spec_of},
+                       "wide_out": {k for k, node in enumerate(stage.outputs) if node not in spec_of},
+                       "hosted": {k for k, node in enumerate(stage.outputs) if is_hosted(node)}}
+            key = structure(stage.gm), str(specs), str(options)
+            if key not in self.pieces:
+                self.pieces[key] = Piece(stage.gm, mesh, *specs, table, **options)
+            dropped = [node for node in stage.inputs if last[node] == i and node not in outputs]
+            self.stages.append((self.pieces[key], stage.inputs, stage.outputs, dropped))
+        self.pieces = list(self.pieces.values())
 
     def lower(self):
-        inputs = [n.meta["val"] for n in self.graph.gm.graph.find_nodes(op="placeholder")]
-        self.lowered = self.jitted.lower(*(self.global_shape(x, s) for x, s in zip(inputs, self.specs)))
+        for piece in self.pieces:
+            piece.lower()
 
-    def global_shape(self, x, spec):
-        shape = list(x.shape)
-        for d, names in enumerate(spec):
-            for name in [names] if isinstance(names, str) else names or ():
-                shape[d] *= self.mesh.shape[name]
-        return jax.ShapeDtypeStruct(shape, DTYPES[x.dtype], sharding=NamedSharding(self.mesh, spec))
+    def compile(self, options=None):
+        for piece in self.pieces:
+            piece.compile(options)
+
+    def parts(self):
+        """-> [(name, Piece, how often a step runs it)]"""
+        run = [piece for piece, *_ in self.stages]
+        return [(f"program {i}", piece, run.count(piece)) for i, piece in enumerate(self.pieces)]
+
+    def __call__(self, *args):
+        values = dict(zip(self.inputs, tree_flatten(args)[0]))
+        del args
+        following = [stage[1] for stage in self.stages[1:]] + [[]]
+        for (piece, inputs, outputs, dropped), ahead in zip(self.stages, following):
+            for node in ahead:  # what the next stage needs from the host is on its way while this one runs
+                if node in values and is_hosted(node):
+                    values[node] = jax.device_put(values[node], NamedSharding(self.mesh, P(self.mesh.axis_names)))
+            values.update(zip(outputs, piece.executable(*(values[node] for node in inputs))))
+            for node in dropped:
+                del values[node]
+        return tree_unflatten([values[node] for node in self.outputs], self.graph.out_spec)
+
+
+class Piece:
+    """A GraphModule as one XLA executable. in_specs, out_specs: PartitionSpecs; donated: numbers of the inputs that give
+    their memory to the results; wide_in, wide_out: numbers of inputs and results that stay what they are on each
+    device, as slices of an array with a leading dimension of devices; hosted: numbers of results in host memory."""
+
+    def __init__(self, gm, mesh, in_specs, out_specs, table=(), donated=(), wide_in=(), wide_out=(), hosted=()):
+        on_tpu = mesh.devices.flat[0].platform == "tpu"
+        run = lower(gm, dict(table) | (host_memory() if on_tpu else {}))
+
+        def fn(*args):
+            out = run(*(x[0] if i in wide_in else x for i, x in enumerate(args)))
+            return [x[None] if i in wide_out else x for i, x in enumerate(out)]
+
+        self.inputs = [global_shape(node.meta["val"], spec, mesh, i in wide_in)
+                       for i, (node, spec) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), in_specs))]
+        fn = jax.shard_map(fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=list(out_specs), check_vma=False)
+        kinds = {"out_shardings": [NamedSharding(mesh, spec, memory_kind="pinned_host" if i in hosted else None)
+                                   for i, spec in enumerate(out_specs)]} if hosted and on_tpu else {}
+        self.jitted = jax.jit(fn, donate_argnums=tuple(donated), **kinds)
+
+    def lower(self):
+        self.lowered = self.jitted.lower(*self.inputs)
 
     def compile(self, options=None):
         """options: XLA's and libtpu's own flags, {name: value}."""
@@ -449,8 +545,27 @@ class Program:
                 raise LoweringError(f"--libtpu-init-flags: this compiler has no flag {unknown.group(1)}") from e
             raise
 
-    def __call__(self, *args):
-        return tree_unflatten(self.executable(*tree_flatten(args)[0]), self.graph.out_spec)
+
+def global_shape(x, spec, mesh, wide=False):
+    """What all devices hold together of x, the fake tensor that one of them holds."""
+    shape = [1, *x.shape] if wide else list(x.shape)
+    for d, names in enumerate(spec):
+        for name in [names] if isinstance(names, str) else names or ():
+            shape[d] *= mesh.shape[name]
+    return jax.ShapeDtypeStruct(shape, DTYPES[x.dtype], sharding=NamedSharding(mesh, spec))
+
+
+def is_hosted(node):
+    return str(node.target) == "tpu.to_host.default"
+
+
+def structure(gm):
+    """A graph without its nodes' names: equal for equal programs."""
+    number = {node: i for i, node in enumerate(gm.graph.nodes)}
+    return tuple((node.op, "" if node.op == "placeholder" else str(node.target),
+                  repr(torch.fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")),
+                  repr(getattr(node.meta.get("val"), "shape", None)), repr(getattr(node.meta.get("val"), "dtype", None)))
+                 for node in gm.graph.nodes)
 
 
 def initial_state(model, mesh, seed):

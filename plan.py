@@ -546,7 +546,7 @@ def report(args):
         step.lower()
     lower_s = lap()
     with train.phase(f"compiling for {n} {kind}"):
-        executable = compile_with(step.lowered, recipes.compiler_options(args.libtpu_init_flags))
+        executable = compile_with(step.pieces[0].lowered, recipes.compiler_options(args.libtpu_init_flags))
     compile_s = lap()
 
     memory = executable.memory_analysis()
@@ -812,7 +812,7 @@ def first_step(args, mesh, device_mesh, options):
     model = train.build_model(args, dataclasses.replace(config, vocab=dataset.vocab_size), device_mesh)
     step, _ = train.build_programs(args, model, graph_trainer.AdamW(), device_mesh, mesh)
     step.lower()
-    step.executable = compile_with(step.lowered, recipes.compiler_options(options))
+    step.pieces[0].executable = compile_with(step.pieces[0].lowered, recipes.compiler_options(options))
     first = dataset.batch(0, args.batch)
     rows_of = lambda rows: {k: x[rows] for k, x in first.items()}
     _, metrics = step(lowering.initial_state(model, mesh, args.seed), lowering.shard_batch(rows_of, (args.batch, args.seq), mesh))

@@ -4,12 +4,14 @@
     model(x).sum().backward()                            # that is all; works eagerly, compiled and captured
 
 Notable features:
-- a property per parameter (a DTensor redistribute), no hooks, no flat buffers (arXiv:2411.00284): the
+- a descriptor per parameter (a DTensor redistribute), no hooks, no flat buffers (arXiv:2411.00284): the
   collectives are ordinary nodes of the captured graph, and the compiler schedules them
 - state_dict holds the shards: only reading `module.weight` gathers
 - mixed precision on the way: gather in param_dtype, reduce in reduce_dtype, shards stay as they are
 - imports nothing but torch: copy it into any project and run it under torchrun
 """
+
+import contextlib
 
 import torch
 import torch.distributed as dist
@@ -71,33 +73,70 @@ def parametrize(module, mesh, placements_of, *, param_dtype=None, reduce_dtype=t
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
             dtype = p.dtype if full_name.endswith(tuple(keep_fp32)) else param_dtype or p.dtype
-            if mesh is None:
-                read[name] = _cast(name, dtype)
-                continue
-            placements = placements_of(p.shape)
-            sub._parameters[name] = nn.Parameter(distribute_tensor(p.data, mesh, placements), p.requires_grad)
-            read[name] = _gather(name, mesh, placements, dtype, reduce_dtype, reduce_op)
+            placements = None
+            if mesh is not None:
+                placements = placements_of(p.shape)
+                sub._parameters[name] = nn.Parameter(distribute_tensor(p.data, mesh, placements), p.requires_grad)
+            read[name] = Read(name, p.ndim, mesh, placements, dtype, reduce_dtype, reduce_op)
         sub.__class__ = type(type(sub).__name__, (type(sub),), read)
 
 
-def _cast(name, dtype):
-    return property(lambda self: self._parameters[name].to(dtype))
+class Read:
+    """Stands in a module's class in the place of one parameter (a Python descriptor): what `module.weight` gives."""
 
+    whole = False  # parameters are already whole, see gathered()
 
-def _gather(name, mesh, placements, dtype, reduce_dtype, reduce_op):
-    replicas = mesh[mesh.mesh_dim_names[0]] if mesh.ndim == 2 else None
-    shards, place = (mesh[mesh.mesh_dim_names[1]], placements[1:]) if replicas else (mesh, placements)
+    def __init__(self, name, ndim, mesh, placements, dtype, reduce_dtype, reduce_op):
+        self.name, self.ndim, self.mesh, self.dtype, self.reduce_dtype, self.op = name, ndim, mesh, dtype, reduce_dtype, reduce_op
+        if mesh is not None:
+            self.replicas = mesh[mesh.mesh_dim_names[0]] if mesh.ndim == 2 else None
+            self.shards, self.placement = mesh[mesh.mesh_dim_names[-1]], placements[-1]
 
-    def read(self):
-        p = self._parameters[name]
+    def __get__(self, module, owner=None):
+        if module is None:
+            return self
+        p = module._parameters[self.name]
+        return p if Read.whole else self.gather(p)
+
+    def gather(self, p):
+        """This device's shard -> the whole parameter, cast. A backward through it reduces the gradient."""
+        if self.mesh is None:
+            return p.to(self.dtype)
         p = p.to_local() if isinstance(p, DTensor) else p  # under capture the state is plain shards already
-        if replicas:
-            p = SumGradient.apply(p, replicas.get_group(), reduce_op)
-        p = DTensor.from_local(p, shards, place, run_check=False)
-        p = p.redistribute(placements=[Replicate()], forward_dtype=dtype, backward_dtype=reduce_dtype)
-        return p.to_local(grad_placements=[Partial(reduce_op)])
+        if self.replicas:
+            p = SumGradient.apply(p, self.replicas.get_group(), self.op)
+        p = DTensor.from_local(p, self.shards, self.placements_of(p), run_check=False)
+        p = p.redistribute(placements=[Replicate()], forward_dtype=self.dtype, backward_dtype=self.reduce_dtype)
+        return p.to_local(grad_placements=[Partial(self.op)])
 
-    return property(read)
+    def reduce(self, grad):
+        """A whole parameter's gradient on each device -> the shard of its sum (or mean)."""
+        if self.mesh is None:
+            return grad
+        grad = DTensor.from_local(grad.to(self.reduce_dtype), self.shards, [Partial(self.op)], run_check=False)
+        grad = grad.redistribute(placements=self.placements_of(grad)).to_local()
+        return funcol.all_reduce(grad, self.op, self.replicas.get_group()) if self.replicas else grad
+
+    def placements_of(self, p):
+        """With scan, p may be all layers' parameters, stacked along a new first dimension."""
+        place = self.placement
+        return [Shard(place.dim + p.ndim - self.ndim) if isinstance(place, Shard) else place]
+
+
+def reads(module):
+    """{parameter name: its Read}."""
+    return {f"{prefix}.{name}".lstrip("."): getattr(type(sub), name)
+            for prefix, sub in module.named_modules() for name, p in sub._parameters.items() if p is not None}
+
+
+@contextlib.contextmanager
+def gathered():
+    """Within it, parameters are taken as they are: whole and cast already, by Read.gather."""
+    Read.whole = True
+    try:
+        yield
+    finally:
+        Read.whole = False
 
 
 class SumGradient(torch.autograd.Function):

@@ -88,7 +88,8 @@ def parse_args(argv):
     g.add_argument("--lr", type=positive(float), default=1e-3)
     g.add_argument("--warmup", type=positive(int, zero=True), default=20, help="steps until the full learning rate; then a cosine to lr/10")
     g.add_argument("--weight-decay", type=positive(float, zero=True), default=0.1)
-    g.add_argument("--clip", type=positive(float), default=1.0, help="largest norm of the whole gradient")
+    g.add_argument("--clip", type=positive(float, zero=True), default=1.0, help="largest norm of the whole gradient; 0: do not clip, "
+                   "so that with --split a group's update is part of its backward")
     g.add_argument("--seed", type=int, default=0)
 
     g = p.add_argument_group("how it runs")
@@ -99,6 +100,12 @@ def parse_args(argv):
     g.add_argument("--tpu_config.use_graph_trainer", dest="mode", action="store_const", const="graph", help="--mode graph")
     g.add_argument("--scan", "--tpu_config.use_scan_layers", dest="scan", action="store_true",
                    help="one loop over the decoder layers: compile time and program size of one layer")
+    g.add_argument("--remat", choices=graph_trainer.REMAT, help="what a layer's forward saves for its backward besides its input: nothing "
+                   "(full; default with --scan and --split), attention's results, those of all matmuls (dots), all (none; default otherwise)")
+    g.add_argument("--offload", action="store_true", help="with --scan: what the layers save lies in the host's memory (--split does so always)")
+    g.add_argument("--split", "--tpu_config.use_graph_split", dest="split", type=positive(int), nargs="?", const=1, default=0,
+                   metavar="GROUPS", help="forward and backward as programs of their own, one pair for each group of layers")
+    g.add_argument("--grad-accum", type=positive(int), default=1, metavar="N", help="take the batch as N micro-batches, one after the other")
     g.add_argument("--fsdp", "--parallelism.use_simple_fsdp", dest="fsdp", type=positive(int), nargs="?", const=0,
                    metavar="N", help="shard over N devices (without N: all)")
     g.add_argument("--replicas", type=positive(int), default=1, metavar="R",
@@ -136,8 +143,13 @@ def parse_args(argv):
         args = p.parse_args(recipes.argv_of(args.recipe) + list(sys.argv[1:] if argv is None else argv))
     if (args.report or args.picture or args.slices != 1) and not args.topology:
         raise UsageError("--report, --picture and --slices go with --topology NAME")
+    if args.offload and not args.scan:
+        raise UsageError("--offload goes with --scan (--split keeps what it saves in host memory by itself)")
+    for flag in ("scan", "grad_accum"):
+        if args.split and getattr(args, flag) not in (False, 1):
+            raise UsageError(f"--split cuts unrolled layers into programs: leave out --{flag.replace('_', '-')}")
     if args.mode != "graph":
-        for flag in ("scan", "fsdp", "print_graph", "print_sharding"):
+        for flag in ("scan", "split", "remat", "fsdp", "print_graph", "print_sharding"):
             if getattr(args, flag) not in (None, False):
                 raise UsageError(f"--{flag.replace('_', '-')} needs --mode graph (got --mode {args.mode})")
         raise UsageError(f"--mode {args.mode} is not there yet: use --mode graph")
@@ -172,6 +184,9 @@ def choose_devices(args):
     if args.batch % n:
         raise UsageError(f"--batch {args.batch} does not divide over {n} devices (--fsdp {shards} x --replicas "
                          f"{args.replicas}): make it a multiple of {n}")
+    if args.batch // n % args.grad_accum:
+        raise UsageError(f"--grad-accum {args.grad_accum} does not divide a device's {args.batch // n} rows (--batch {args.batch} "
+                         f"over {n} devices)")
     if n < len(devices) and jax.process_count() > 1:
         raise UsageError(f"--fsdp {shards} x --replicas {args.replicas} must use all {len(devices)} devices of the "
                          f"{jax.process_count()} processes")
@@ -210,10 +225,17 @@ def build_model(args, config, device_mesh):
         simple_fsdp.fully_shard(model, device_mesh, **precision)
     else:
         simple_fsdp.hybrid_shard(model, device_mesh, **precision)
-    if args.scan:
-        for name, module in list(model.named_children()):  # FLUX has two stacks
-            if type(module).__name__ == "Layers":
-                setattr(model, name, graph_trainer.ScanLayers(module))
+    remat = args.remat or "full"
+    for name, module in list(model.named_children()):  # FLUX has two stacks
+        if type(module).__name__ != "Layers":
+            continue
+        if args.split and len(module) % args.split:
+            raise UsageError(f"--split {args.split} does not divide the {len(module)} {name} of {args.model}: make it one of "
+                             + ", ".join(str(n) for n in range(1, len(module) + 1) if len(module) % n == 0))
+        if args.scan:
+            setattr(model, name, graph_trainer.ScanLayers(module, remat, args.offload))
+        elif args.split or args.remat not in (None, "none"):
+            setattr(model, name, graph_trainer.UnrolledLayers(module, remat, args.split))
     return model
 
 
@@ -245,10 +267,30 @@ def build_programs(args, model, opt, device_mesh, mesh):
     axes = {device_mesh.get_group(name).group_name: name for name in device_mesh.mesh_dim_names} if device_mesh else {}
     table = kernel_table(args, mesh.devices.flat[0]) | lowering.collectives(axes)
 
-    step = graph_trainer.capture(graph_trainer.train_step(model, opt, psum), state, batch)
+    step = graph_trainer.capture(graph_trainer.train_step(model, opt, psum, args.grad_accum), state, batch)
     evaluate = graph_trainer.capture(graph_trainer.eval_step(model, psum), state["params"], batch)
-    return (lowering.Program(step, mesh, (states, batches), (states, metrics), table, donate=1),
-            lowering.Program(evaluate, mesh, (params, batches), P(), table))
+
+    def program(graph, in_specs, out_specs, donate=0):
+        n = len(graph.gm.graph.find_nodes(op="placeholder"))
+        stages = graph_trainer.split(graph, [i >= n - len(batch) for i in range(n)]) if args.split else None
+        return lowering.Program(graph, mesh, in_specs, out_specs, table, donate, stages)
+
+    return (program(step, (states, batches), (states, metrics), donate=1),
+            program(evaluate, (params, batches), P()))
+
+
+def check_host_memory(step, args):
+    """Refuses activations that this process's host cannot hold beside what it holds already."""
+    needed = graph_trainer.host_bytes(step.graph.gm) * len(step.mesh.local_devices)
+    available = available_memory()
+    if needed > available:
+        raise UsageError(f"--{'offload' if args.offload else 'split'} needs {needed / 1e9:,.1f} GB of this host's memory for its "
+                         f"{len(step.mesh.local_devices)} devices, and {available / 1e9:,.1f} GB are free: lower --batch (got {args.batch}) or --seq")
+
+
+def available_memory():
+    with open("/proc/meminfo") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
 
 
 def kernel_table(args, device):
@@ -329,6 +371,7 @@ def train(args):
         step, evaluate = build_programs(args, model, opt, device_mesh, mesh)
     if args.print_graph:
         return print(step.graph.readable())
+    check_host_memory(step, args)
     with phase("lowering"):
         step.lower()
         evaluate.lower()

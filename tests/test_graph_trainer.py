@@ -1,9 +1,16 @@
+import dataclasses
+import re
+
+import jax
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 
 import graph_trainer
 import lowering
+import simple_fsdp
+import train
 from graph_trainer import CaptureError, ScanLayers, capture
 
 
@@ -91,3 +98,153 @@ def test_the_loop_op_is_bit_identical_to_the_python_loop():
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     loops = [n for n in graph.gm.graph.nodes if n.target is graph_trainer.loop]
     assert [n.args[-1] for n in loops] == [False, True]  # forward, then backward from the last layer
+
+
+# ------------------------------------------------------------------- remat, offload, split, gradient accumulation
+
+LARGE = ["--remat full", "--remat dots", "--scan --remat attention", "--scan --remat none", "--scan --offload",
+         "--split", "--split 2", "--split 4 --remat attention"]
+
+
+@pytest.mark.parametrize("flags", [*LARGE, "--grad-accum 4", "--grad-accum 2 --scan"])
+def test_every_way_to_save_memory_gives_the_plain_steps_losses(run, flags):
+    """1e-5: the same operations in another order. llama3 on one device, qwen3_moe (below) on eight."""
+    same_run(run("--model", "llama3", "--layers", "4"), run("--model", "llama3", "--layers", "4", *flags.split()))
+
+
+@pytest.mark.parametrize("flags", LARGE)
+def test_every_way_to_save_memory_gives_the_plain_steps_losses_on_8_devices(run, flags):
+    plain = run("--model", "qwen3_moe", "--layers", "4")
+    same_run(plain, run("--model", "qwen3_moe", "--layers", "4", "--fsdp", "4", "--replicas", "2", *flags.split()))
+
+
+def test_accumulated_gradients_are_reduced_once_and_give_the_same_losses(run):
+    flags = "--model llama3 --layers 4 --batch 16 --fsdp 4 --replicas 2".split()
+    same_run(run(*flags), run(*flags, "--grad-accum", "2"))
+    _, step, _ = build(*flags, "--grad-accum", "2")
+    reduced = [n for n in step.graph.gm.graph.nodes if "reduce_scatter" in str(n.target)]
+    (loop,) = [n for n in step.graph.gm.graph.nodes if n.target is graph_trainer.loop]
+    body = getattr(step.graph.gm, loop.args[0].target)
+    assert len(reduced) == len(step.graph.gm.graph.find_nodes(op="call_function", target=SUM_OF_REPLICAS)) - 4
+    assert not [n for n in body.graph.nodes if "reduce_scatter" in str(n.target) or "all_gather" in str(n.target)]
+
+
+SUM_OF_REPLICAS = torch.ops._c10d_functional.all_reduce.default
+
+
+def test_without_clipping_a_groups_update_is_part_of_its_backward(run):
+    flags = "--model llama3 --layers 4 --clip 0".split()
+    same_run(run(*flags), run(*flags, "--split", "2"))
+    assert len(build(*flags, "--split", "2")[1].stages) == len(build(*flags[:-2], "--split", "2")[1].stages) - 4  # 2 groups, two ends
+
+
+@pytest.mark.parametrize("model", ["muse_glimmer", "flux"])
+def test_the_other_models_split_alike(run, model):
+    depth = {"muse_glimmer": ["--layers", "8"], "flux": []}[model]
+    same_run(run("--model", model, *depth), run("--model", model, *depth, "--split", "2"))
+
+
+def same_run(want, got):
+    for name in ("loss", "aux_loss", "grad_norm"):
+        np.testing.assert_allclose([r[name] for r in got], [r[name] for r in want], rtol=1e-5, err_msg=name)
+
+
+def build(*flags):
+    """-> model, step Program, mesh of train.py's flags, with a vocabulary of 264."""
+    args = train.parse_args(["--dtype", "float32", *flags])
+    mesh, device_mesh = train.choose_devices(args)
+    model = train.build_model(args, dataclasses.replace(train.choose_size(args), vocab=264), device_mesh)
+    step, _ = train.build_programs(args, model, graph_trainer.AdamW(clip=args.clip), device_mesh, mesh)
+    return model, step, mesh
+
+
+def size(piece):
+    return len(piece.inputs)
+
+
+def test_equal_groups_share_one_program_and_deeper_models_add_none():
+    few, many = (build("--layers", layers, "--split", groups)[1] for layers, groups in (("4", "2"), ("12", "6")))
+    assert len(many.pieces) == len(few.pieces) and len(many.stages) == len(few.stages) + 3 * 4  # forward, backward, update
+    assert max(size(piece) for piece in few.pieces) == max(size(piece) for piece in many.pieces)
+
+
+def test_what_no_later_program_needs_is_dropped():
+    """After the last group's backward the weights, moments and gradients are all that is left."""
+    _, step, _ = build("--layers", "4", "--split", "2")
+    held, peak = set(step.inputs), []
+    for _, inputs, outputs, dropped in step.stages:
+        assert held >= set(inputs)
+        held = (held | set(outputs)) - set(dropped)
+        peak.append(sum(lowering.is_hosted(node) for node in held))
+    assert held == set(step.outputs)
+    assert peak[:5] == [0, 2, 4, 4, 2]  # embedding; each group's two layers, forward; loss; backward
+
+
+def test_saving_less_costs_recomputation_and_takes_less_memory():
+    def compiled(*flags):
+        _, step, _ = build("--layers", "6", "--seq", "256", *flags)
+        step.lower()
+        step.compile({"xla_backend_optimization_level": 0})
+        executable = step.pieces[0].executable
+        dots = executable.as_text().count(" dot(")
+        return executable.memory_analysis().temp_size_in_bytes, dots
+
+    memory, dots = zip(*(compiled("--scan", "--remat", remat) for remat in ("full", "attention", "dots", "none")))
+    assert memory[0] < memory[1] < memory[2] < memory[3]
+    assert dots[0] > dots[2] and dots[2] == dots[3]
+    unrolled = compiled("--remat", "full")[1]  # the barrier keeps XLA from merging it with the forward again
+    assert unrolled > compiled()[1]
+
+
+def compile_for_tpu(*flags):
+    """-> HBM temporaries, host bytes and the optimized HLO of a step on tpu7x:2x2x1."""
+    import plan
+    _, args = plan.parse(["--topology", "tpu7x:2x2x1", "--model", "llama3", "--seq", "1024", "--kernels", "reference", *flags])
+    devices = plan.topology_devices(args.topology)
+    args.dtype, args.batch = "bfloat16", devices.size
+    mesh = jax.sharding.Mesh(devices, ("replicas", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    device_mesh = simple_fsdp.capture_mesh(devices.size)
+    model = train.build_model(args, dataclasses.replace(train.choose_size(args), vocab=512), device_mesh)
+    step, _ = train.build_programs(args, model, graph_trainer.AdamW(), device_mesh, mesh)
+    step.lower()
+    step.compile()
+    memory = [piece.executable.memory_analysis() for piece in step.pieces]
+    return (max(m.temp_size_in_bytes for m in memory), sum(m.host_temp_size_in_bytes + m.host_output_size_in_bytes for m in memory),
+            "\n".join(piece.executable.as_text() for piece in step.pieces))
+
+
+def test_on_tpu_offloaded_activations_fill_the_host_not_the_hbm_and_move_asynchronously():
+    short, deep = (compile_for_tpu("--scan", "--offload", "--layers", n) for n in ("4", "12"))
+    kept = [compile_for_tpu("--scan", "--layers", n)[0] for n in ("4", "12")]
+    row = 1024 * 384 * 2  # bytes of one layer's input
+    assert deep[1] == 3 * short[1] == 12 * row
+    assert (deep[0] - short[0]) < (kept[1] - kept[0]) - 0.9 * 8 * row  # what still grows is the stacked gradients
+    starts = re.findall(r"dynamic-(?:update-)?slice-start\(", deep[2])
+    assert len(starts) >= 2 and "S(5)" in deep[2]
+
+
+def test_on_tpu_a_splits_activations_leave_for_the_host_and_come_back_as_arguments():
+    hbm, host, text = compile_for_tpu("--split", "2", "--layers", "4")
+    assert host == 2 * 1024 * 384 * 2  # one program stands for both groups, of two layers each
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--split 4 --layers 6", "--split 4 does not divide the 6 layers of llama3: make it one of 1, 2, 3, 6"),
+    ("--split 2 --scan", "leave out --scan"),
+    ("--split 2 --grad-accum 2", "leave out --grad-accum"),
+    ("--offload", "--offload goes with --scan"),
+    ("--grad-accum 3", "--grad-accum 3 does not divide a device's 8 rows"),
+    ("--remat some", "invalid choice: 'some'"),
+    ("--split 2 --mode eager", "--split needs --mode graph"),
+])
+def test_what_cannot_be_combined_is_one_line(flags, message, capsys):
+    assert train.main(["--model", "llama3", *flags.split()]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
+
+
+def test_a_host_with_too_little_memory_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(train, "available_memory", lambda: 10**6)
+    for flags in (["--scan", "--offload"], ["--split", "2"]):
+        assert train.main(["--model", "llama3", *flags]) == 2
+        assert "this host's memory" in capsys.readouterr().err

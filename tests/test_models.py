@@ -68,7 +68,7 @@ def losses(name, scan, devices):
                                (specs, dict.fromkeys(["loss", "aux_loss", "grad_norm", "lr"], P())),
                                kernels.lowerings("reference") | lowering.collectives(axes), donate=1)
     program.lower()
-    program.executable = program.lowered.compile({"xla_backend_optimization_level": 0})  # half the time
+    program.pieces[0].executable = program.pieces[0].lowered.compile({"xla_backend_optimization_level": 0})  # half the time
     state, rng, out = lowering.initial_state(model, mesh, 0), np.random.default_rng(0), []
     for _ in range(3):
         tokens = rng.integers(0, VOCAB, (8, T + 1)).astype(np.int32)

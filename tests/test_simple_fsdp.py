@@ -81,7 +81,7 @@ def test_with_scan_one_gathered_layer_is_live_not_all():
         _, step, _ = build("--layers", str(layers), "--scan", "--fsdp", "8", "--seq", "16")
         step.lower()
         step.compile()
-        return step.executable.memory_analysis().temp_size_in_bytes
+        return step.pieces[0].executable.memory_analysis().temp_size_in_bytes
 
     c = train.MODELS["llama3"].sizes["debug"]
     layer = 4 * (c.dim * c.head_dim * 2 * (c.n_heads + c.n_kv_heads) + 3 * c.dim * c.ffn)  # bytes, whole

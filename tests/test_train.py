@@ -61,7 +61,7 @@ def test_the_step_is_one_executable_that_updates_its_state_in_place(scan):
     step, _ = train.build_programs(args, model, graph_trainer.AdamW(), None, lowering.make_mesh())
     step.lower()
     step.compile()
-    memory = step.executable.memory_analysis()
+    memory = step.pieces[0].executable.memory_analysis()
     params = 4 * sum(p.numel() for p in model.parameters())
     assert memory.alias_size_in_bytes >= 3 * params  # weights and both moments: outputs are the inputs' own memory
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 4096  # only the metrics are new
