@@ -1,6 +1,6 @@
 """FLUX.1 in one file: sizes, the MMDiT, initialization, rectified-flow loss, FLOPs.
 
-    python train.py --model flux --steps 300 --batch 32 --lr 3e-3      # drawn shapes with captions (flux_data.py)
+    python train.py --model flux --steps 300      # drawn shapes with captions (flux_data.py)
 
 Notable features:
 - 19 double blocks (text and image have their own weights and meet in attention), then 38 single blocks (one
@@ -272,8 +272,8 @@ class Layers(nn.ModuleList):
 
 
 class Flux(nn.Module):
-    Config = Config
-    sizes = SIZES
+    sizes, Config = SIZES, Config
+    defaults = {"batch": 32, "lr": 3e-3}  # train.py's
     keep_fp32 = ()
     hf_type = "FluxTransformer2DModel"  # _class_name of config.json
     hf_file = "diffusion_pytorch_model"  # what diffusers calls its safetensors

@@ -188,6 +188,7 @@ class Layers(nn.ModuleList):
 
 class MuseGlimmer(nn.Module):
     sizes, Config = SIZES, Config
+    defaults = {"batch": 8, "lr": 1e-3}  # train.py's
     keep_fp32 = ()
     hf_type = "muse_glimmer"  # model_type of config.json
     hf_ignored = ("model.vision_",)

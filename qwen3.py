@@ -150,6 +150,7 @@ class Layers(nn.ModuleList):
 
 class Qwen3(nn.Module):
     sizes, Config = SIZES, Config
+    defaults = {"batch": 8, "lr": 1e-3}  # train.py's
     keep_fp32 = ()
     hf_type = "qwen3"  # model_type of config.json
     hf_ignored = ("lm_head.weight",)  # a tied model's files may repeat its embedding

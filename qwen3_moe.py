@@ -191,6 +191,7 @@ class Layers(nn.ModuleList):
 
 class Qwen3MoE(nn.Module):
     sizes, Config = SIZES, Config
+    defaults = {"batch": 8, "lr": 1e-3}  # train.py's
     keep_fp32 = ("mlp.gate.weight",)  # the router
     hf_type = "qwen3_moe"  # model_type of config.json
     hf_ignored = ()

@@ -81,11 +81,11 @@ def parse_args(argv):
                    "(default: the Python standard library's source, as bytes)")
     g.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: bytes)")
     g.add_argument("--seq", type=positive(int), default=256, help="tokens in a row")
-    g.add_argument("--batch", type=positive(int), default=8, help="rows in a step, over all devices")
+    g.add_argument("--batch", type=positive(int), help="rows in a step, over all devices (default: 8; flux 32)")
 
     g = p.add_argument_group("optimization")
     g.add_argument("--steps", type=positive(int), default=250)
-    g.add_argument("--lr", type=positive(float), default=1e-3)
+    g.add_argument("--lr", type=positive(float), help="the highest learning rate (default: 1e-3; flux 3e-3)")
     g.add_argument("--warmup", type=positive(int, zero=True), default=20, help="steps until the full learning rate; then a cosine to lr/10")
     g.add_argument("--weight-decay", type=positive(float, zero=True), default=0.1)
     g.add_argument("--clip", type=positive(float, zero=True), default=1.0, help="largest norm of the whole gradient; 0: do not clip, "
@@ -141,6 +141,10 @@ def parse_args(argv):
         if args.recipe not in recipes.RECIPES:
             raise UsageError(f"--recipe {args.recipe} is not one of: {', '.join(recipes.RECIPES)}")
         args = p.parse_args(recipes.argv_of(args.recipe) + list(sys.argv[1:] if argv is None else argv))
+    for name, value in MODELS[args.model].defaults.items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    if args.model == "flux" and args.tokenizer:
+        raise UsageError(f"--tokenizer {args.tokenizer}: --model flux reads no text, leave it out")
     if (args.report or args.picture or args.slices != 1) and not args.topology:
         raise UsageError("--report, --picture and --slices go with --topology NAME")
     if args.offload and not args.scan:
