@@ -1,4 +1,4 @@
-"""flux.py, flux_data.py, sample_flux.py: held against diffusers, every layout the same losses, data and sampling."""
+"""flux.py, flux_data.py, sample.py's pictures: held against diffusers, every layout the same losses, data and sampling."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ import flux_data
 import graph_trainer
 import kernels
 import lowering
-import sample_flux
+import sample
 import simple_fsdp
 from flux import Config, Flux
 
@@ -104,7 +104,7 @@ def capture_step(model, batch, lr=3e-3, psum=lambda x, dims=None: x):
 
 def train(config, steps, rows, scan=False, devices=1, init=None, side=16, lr=3e-3):
     """-> (steps, 2) losses and gradient norms on drawn shapes."""
-    data = flux_data.Shapes(config, side=side)
+    data = flux_data.shapes(config, side=side)
     device_mesh = simple_fsdp.capture_mesh(devices) if devices > 1 else None
     mesh = lowering.make_mesh(1, devices, jax.devices()[:devices])
     model = build(config, scan, device_mesh)
@@ -213,21 +213,21 @@ def same(a, b):
 
 
 def test_a_batch_depends_on_seed_step_and_row_alone():
-    a, b = flux_data.Shapes(flux.SIZES["debug"]), flux_data.Shapes(flux.SIZES["debug"])
+    a, b = flux_data.shapes(flux.SIZES["debug"]), flux_data.shapes(flux.SIZES["debug"])
     whole = a.batch(3, 8)
     b.batch(0, 4)
     halves = [b.batch(3, 8, rows) for rows in (slice(0, 4), slice(4, 8))]
-    spec = Flux(a.config).batch_spec(8, a.seq)
+    spec = Flux(flux.SIZES["debug"]).batch_spec(8, a.seq)
     assert {k: x.shape for k, x in whole.items()} == {k: tuple(x.shape) for k, x in spec.items()}
     assert same(whole, {k: np.concatenate([h[k] for h in halves]) for k in whole})
     assert not same(whole, a.batch(4, 8))
-    assert not same(whole, flux_data.Shapes(flux.SIZES["debug"], seed=1).batch(3, 8))
+    assert not same(whole, flux_data.shapes(flux.SIZES["debug"], seed=1).batch(3, 8))
     assert all(x.dtype == np.float32 for x in whole.values()) and list(whole) == sorted(whole)
-    assert all(map(same, a.val_batches(100, 9), flux_data.Shapes(flux.SIZES["debug"], seed=1).val_batches(100, 9)))
+    assert all(map(same, a.val_batches(100, 9), flux_data.shapes(flux.SIZES["debug"], seed=1).val_batches(100, 9)))
 
 
 def test_timesteps_are_shifted_logit_normal_and_a_tenth_of_the_captions_is_dropped():
-    data = flux_data.Shapes(flux.SIZES["debug"], side=4)
+    data = flux_data.shapes(flux.SIZES["debug"], side=4)
     batch = data.batch(0, 4000)
     logit = np.log(batch["t"] / (1 - batch["t"])) - np.log(data.shift)
     assert abs(logit.mean()) < 0.06 and abs(logit.std() - 1) < 0.05
@@ -240,8 +240,9 @@ def test_timesteps_are_shifted_logit_normal_and_a_tenth_of_the_captions_is_dropp
 def test_a_drawn_shape_has_its_captions_colour_and_comes_back_from_its_latents():
     for i in range(20):
         caption, image = flux_data.draw(i, 32)
-        pixels = flux_data.pixels(flux_data.space_to_depth(image)[None])[0]
-        np.testing.assert_allclose(pixels, image / 2 + 0.5, atol=1e-12)
+        latents = torch.from_numpy(flux_data.shapes(flux.SIZES["debug"]).row(i)[0])
+        np.testing.assert_allclose(torch.pixel_shuffle(latents, 2).numpy(), image, atol=1e-12)
+        pixels = image / 2 + 0.5
         inside = pixels[:, pixels.sum(0) == pixels.sum(0).max()].mean(1) * 255
         np.testing.assert_allclose(inside, flux_data.COLORS[caption.split()[1]], atol=1)
 
@@ -278,13 +279,12 @@ def test_bad_shards_are_refused_in_one_line(tmp_path):
             flux_data.load(SMALL, str(path))
         assert part in str(e.value) and "--data" in str(e.value) and "\n" not in str(e.value)
 
-    refused("not a folder", tmp_path / "none")
+    refused("none holds 0 rows", tmp_path / "none")
     refused("holds 0 rows")
     good = {"latents": np.zeros((3, 4, 8, 8)), "text": np.zeros((3, 5, 24)), "pooled": np.zeros((3, 16))}
     for name, bad in [("latents", np.zeros((3, 16, 8, 8))), ("text", np.zeros((3, 6, 24))), ("pooled", np.zeros((2, 16))),
                       ("latents", np.zeros((3, 4, 6, 8)))]:
         np.savez(tmp_path / "a.npz", **(good | {name: bad}))
-        flux_data.open_shard.cache_clear()
         refused("a.npz")
 
 
@@ -312,24 +312,23 @@ def test_sampling_is_diffusers_pipeline(tmp_path):
     simple_fsdp.cast(model)
     params = {name: jax.numpy.asarray(p.detach().numpy()) for name, p in ref.named_parameters()}
     both = [np.concatenate([x, np.zeros_like(x)]) for x in (text.numpy(), pooled.numpy())]
-    got = sample_flux.sample(model, params, *both, (4, H, W), steps=6, guidance=3.5)
+    got = sample.euler(model, params, lowering.make_mesh(1, 1, jax.devices()[:1]), *both, (4, H, W), steps=6, guidance=3.5)
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
 
 
 def test_the_command_writes_a_picture_of_a_saved_model(tmp_path):
     config = dataclasses.replace(SMALL, channels=12)
     theirs(config).save_pretrained(tmp_path / "model")
-    argv = ["--hf", str(tmp_path / "model"), "--steps", "2", "--pixels", "16", "--prompt"]
-    assert sample_flux.main([*argv, "a red circle", "--out", str(tmp_path / "a.png")]) is None
+    argv = ["--model", "flux", "--hf", str(tmp_path / "model"), "--steps", "2", "--pixels", "16", "--prompt", "a red circle"]
+    assert sample.main([*argv, "--out", str(tmp_path / "a.png")]) is None
     assert (tmp_path / "a.png").stat().st_size > 100
-    assert sample_flux.main(["--hf", str(tmp_path / "nothing")]) == 2
 
 
 def test_a_grid_of_pictures_is_written(tmp_path):
     from PIL import Image
 
     images = np.stack([np.full((3, 8, 8), v) for v in (0.0, 1.0, 0.5)])
-    sample_flux.write_grid(images, tmp_path / "grid.png", ["black", "white", "grey"], columns=2, scale=2)
+    sample.write_grid(images, tmp_path / "grid.png", ["black", "white", "grey"], columns=2, scale=2)
     sheet = np.asarray(Image.open(tmp_path / "grid.png"))
     assert sheet[10, 10].tolist() == [0] * 3 and sheet[10, 32].tolist() == [255] * 3 and sheet[46, 10].tolist() == [128] * 3
 
@@ -340,30 +339,36 @@ def test_a_users_encoders_make_shards_and_pictures(tmp_path):
     import transformers
     from PIL import Image
 
-    folder = tmp_path / "flux"
-    diffusers.AutoencoderKL(
+    vae = diffusers.AutoencoderKL(
         block_out_channels=(8, 8, 8, 8), norm_num_groups=4, latent_channels=4, scaling_factor=0.3611,
         shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False,
-        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4).save_pretrained(folder / "vae")
+        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4)
     clip = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8,
                 max_position_embeddings=12, eos_token_id=1)
-    transformers.CLIPTextModel(transformers.CLIPTextConfig(**clip)).save_pretrained(folder / "text_encoder")
     t5 = dict(d_model=24, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=8)
-    transformers.T5EncoderModel(transformers.T5Config(**t5)).save_pretrained(folder / "text_encoder_2")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2, "cat": 3}, "<unk>"))
     words.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    for name in ("tokenizer", "tokenizer_2"):
-        transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>").save_pretrained(folder / name)
+    words = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", model_max_length=12)
+    diffusers.FluxPipeline(
+        diffusers.FlowMatchEulerDiscreteScheduler(), vae, transformers.CLIPTextModel(transformers.CLIPTextConfig(**clip)),
+        words, transformers.T5EncoderModel(transformers.T5Config(**t5)), words, None).save_pretrained(tmp_path / "flux")
     (tmp_path / "pictures").mkdir()
     for i in range(3):
         Image.new("RGB", (40 + i, 30), (80 * i, 0, 0)).save(tmp_path / f"pictures/{i}.png")
         (tmp_path / f"pictures/{i}.txt").write_text("cat" if i else "dog")
 
-    encoders = flux_data.Encoders(folder, SMALL)
-    flux_data.write_shards(encoders, tmp_path / "pictures", tmp_path / "shards", 32, rows=2)
+    pipe = flux_data.open_flux(str(tmp_path / "flux"))
+    flux_data.write_shards(pipe, 5, tmp_path / "pictures", tmp_path / "shards", 32, rows=2)
     data = flux_data.load(SMALL, str(tmp_path / "shards"))
-    assert (len(data.files), data.n, data.n_val, data.size) == (2, 2, 1, [4, 4])
-    text, pooled = encoders.text(["cat"])
+    assert (data.n, data.n_val, data.seq) == (2, 1, 5 + 4)
+    with torch.no_grad():
+        text, pooled, _ = pipe.encode_prompt(["cat"], ["cat"], max_sequence_length=5)
     for mine, stored in zip((text[0], pooled[0]), data.row(2)[1:]):
         np.testing.assert_allclose(stored, mine, rtol=2e-3, atol=1e-3)  # stored in fp16
-    assert encoders.decode(data.row(2)[0][None]).shape == (1, 3, 32, 32)
+    theirs(SMALL).save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "n_text": 5}))
+    argv = ["--model", "flux", "--hf", str(tmp_path / "model"), "--flux", str(tmp_path / "flux"), "--prompt", "cat",
+            "--steps", "1", "--pixels", "32", "--out", str(tmp_path / "cat.png")]
+    assert sample.main(argv) is None
+    assert Image.open(tmp_path / "cat.png").size == (32 + 12, 32 + 14 + 12)
