@@ -12,6 +12,7 @@ Notable features:
 - a model file says its own names: `hf_name`, `hf_ignored`, `Config.from_hf`, `Config.to_hf`
 """
 
+import dataclasses
 import itertools
 import json
 import os
@@ -39,7 +40,9 @@ class CheckpointError(Exception):
 def read_json(folder, name):
     try:
         with open(os.path.join(folder, name)) as f:
-            return json.load(f)
+            if isinstance(value := json.load(f), dict):
+                return value
+        raise ValueError(f"a JSON object is wanted, not {str(value)[:40]}")
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{os.path.join(folder, name)}: {e}") from e
 
@@ -53,10 +56,15 @@ def read_config(folder, model_class):
             raise ValueError(f"model_type is {kind!r}, not {model_class.hf_type!r}")
         if h.get("quantization_config"):
             raise ValueError("quantization_config: quantized weights cannot be trained; take the unquantized ones")
-        return model_class.Config.from_hf(h)
+        config = model_class.Config.from_hf(h)
+        for field in dataclasses.fields(config):
+            value, number = getattr(config, field.name), field.type in (int, float, int | None)
+            if not isinstance(value, (int, float) if field.type is float else field.type) or number and not value > 0:
+                raise ValueError(f"{field.name} would be {value!r}")
+        return config
     except KeyError as e:
         raise CheckpointError(f"{folder}/config.json has no {e}") from e
-    except ValueError as e:
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError) as e:  # the first two: a value of another type
         raise CheckpointError(f"{folder}/config.json: {e}") from e
 
 
@@ -66,7 +74,10 @@ def open_hf(folder):
         raise CheckpointError(f"{folder} is not a folder")
     indices = [f for f in os.listdir(folder) if f.endswith(".safetensors.index.json")]
     if indices:
-        files = sorted(set(read_json(folder, indices[0])["weight_map"].values()))
+        weight_map = read_json(folder, indices[0]).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{os.path.join(folder, indices[0])} has no weight_map of tensors' names to files")
+        files = sorted(set(weight_map.values()))
     else:
         files = [f for f in os.listdir(folder) if f.endswith(".safetensors")]
         if len(files) != 1:

@@ -186,7 +186,7 @@ def write_shards(pipe, n_text, images, out, size, rows=256):
     save_file({name: x[0].half() for name, x in zip(("text", "pooled"), text(""))}, unfinished / "empty.safetensors")
     for start in range(0, len(files), rows):
         columns = zip(*map(row, range(start, min(start + rows, len(files)))))
-        shard = {name: torch.cat(x).half() for name, x in zip(("latents", "text", "pooled"), columns)}
+        shard = {name: torch.cat(x).half().contiguous() for name, x in zip(("latents", "text", "pooled"), columns)}
         save_file(shard, unfinished / f"{start // rows:05}.safetensors")
     unfinished.rename(out)
 

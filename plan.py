@@ -526,7 +526,7 @@ def report(args):
     args.batch = args.per_device_batch * n
     mesh = Mesh(devices, ("replicas", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     config = train.choose_size(args)
-    if config.vocab is None:
+    if getattr(config, "vocab", 0) is None:  # FLUX has none
         config = dataclasses.replace(config, vocab=512)  # debug sizes take the data's: bytes, rounded up
     device_mesh = simple_fsdp.capture_mesh(devices.shape[1], args.slices) if n > 1 else None
 

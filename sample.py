@@ -149,7 +149,9 @@ def eos_ids(folder):
     for file in ("generation_config.json", "config.json"):
         if os.path.exists(os.path.join(folder, file)):
             h = checkpoint.read_json(folder, file)
-            eos = h.get("eos_token_id", h.get("text_config", {}).get("eos_token_id"))
+            eos = h.get("eos_token_id", (h.get("text_config") or {}).get("eos_token_id"))
+            if eos is not None and not all(isinstance(e, int) for e in (eos if isinstance(eos, list) else [eos])):
+                raise UsageError(f"--hf {folder}: {file} has eos_token_id {eos!r}: want an id, or a list of them")
             if eos is not None:
                 return eos if isinstance(eos, list) else [eos]
     return []
@@ -206,7 +208,7 @@ def euler(model, params, mesh, text, pooled, shape, *, steps=28, shift=None, cfg
     for t, t_next in zip(times, times[1:]):
         batch |= {"t": np.full(B, t, np.float32), "t_next": np.full(B, t_next, np.float32)}
         batch["latents"] = program(params, batch)
-    return np.asarray(batch["latents"])
+    return np.array(batch["latents"])
 
 
 def write_grid(images, path, captions, columns=6, scale=3):
@@ -304,7 +306,7 @@ def main(argv=None):
     try:
         args = parse_args(argv)
         h = checkpoint.read_json(args.hf, "config.json")
-        kind = h.get("model_type", h.get("_class_name")) if isinstance(h, dict) else None  # the latter is diffusers'
+        kind = h.get("model_type", h.get("_class_name"))  # the latter is diffusers'
         name = next((name for name, model_class in MODELS.items() if model_class.hf_type == kind), None)
         if name is None or args.model not in (None, name) or (args.model is None and name == "flux"):
             raise UsageError(f"--hf {args.hf}: model_type {kind!r} in config.json is "

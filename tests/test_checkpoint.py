@@ -192,6 +192,12 @@ def test_all_that_is_wrong_with_the_tensors_is_in_one_error_and_nothing_is_read(
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type is 'yarn'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
+    ({"vocab_size": "320"}, "vocab would be '320'"),
+    ({"hidden_size": None}, "dim would be None"),
+    ({"num_hidden_layers": 2.0}, "n_layers would be 2.0"),
+    ({"num_experts": -1}, "n_experts would be -1"),
+    ({"rope_parameters": "x"}, "config.json: 'str' object"),
+    ({"rms_norm_eps": None}, "norm_eps would be None"),
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
 def test_a_config_that_the_model_does_not_compute_is_refused(tmp_path, config, message):
     folder = broken(tmp_path, lambda tensors: None, config)
@@ -209,6 +215,13 @@ def test_a_missing_or_cut_file_is_named(case, tmp_path):
     os.remove(tmp_path / "hf" / file)
     with pytest.raises(checkpoint.CheckpointError, match=file):
         checkpoint.open_hf(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "{}"])
+def test_an_index_that_is_none_is_named(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(checkpoint.CheckpointError, match="model.safetensors.index.json"):
+        checkpoint.open_hf(tmp_path)
 
 
 def test_config_json_of_transformers_4_is_read_too():

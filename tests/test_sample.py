@@ -1,5 +1,6 @@
 import functools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -90,7 +91,13 @@ def test_draws_follow_the_probabilities():
 
 @pytest.mark.parametrize("argv,message", [
     (["--tokens", "1,x"], "--tokens: invalid comma_separated_ids value: '1,x'"),
-    (["--tokens", "1,320"], "ids must be 0 to 319"),
+    (["--tokens", "1,320"], "id 320: "), (["--tokens", "-1"], "--tokens"), (["--tokens", ""], "--tokens"),
+    (["--tokens", "1", "--seed", "-1"], "--seed -1"), (["--tokens", "1", "--top-p", "nan"], "--top-p nan"),
+    (["--tokens", "1", "--temperature", "inf"], "--temperature inf"), (["--tokens", "1", "--model", "llama3"], "--model qwen3"),
+    (["--prompt", "\udcff"], "not UTF-8"), (["--prompt", "w1", "--out", "a.png"], "unrecognized arguments: --out"),
+    (["--model", "flux", "--pixels", "20"], "--pixels 20 must be a multiple of 16"),
+    (["--model", "flux", "--out", "/nowhere/a.png"], "--out /nowhere/a.png"), (["--model", "flux", "--out", "a.gif"], "--out a.gif"),
+    (["--model", "flux", "--cfg", "nan"], "--cfg nan"), (["--model", "flux"], "is --model qwen3"),
     (["--prompt", ""], "--prompt is empty"),
     (["--tokens", "1", "--max-new", "0"], "--max-new 0"),
     (["--tokens", "1", "--top-p", "1.5"], "--top-p 1.5"),
@@ -113,3 +120,14 @@ def test_a_wrong_folder_is_one_line_and_exit_code_2(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(hf_models.qwen3(True).config.to_dict()))
     assert sample.main(["--hf", str(tmp_path), "--prompt", "hello"]) == 2
     assert "--prompt needs" in capsys.readouterr().err
+
+
+def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused(qwen, tmp_path, capsys):
+    folder = shutil.copytree(qwen[0], tmp_path / "hf")
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace('"w7": 7', '"w7": 7007'))
+    assert sample.main(["--hf", str(folder), "--prompt", "w1 w7"]) == 2
+    assert "--prompt: id 7007" in capsys.readouterr().err
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    assert sample.main(["--hf", str(folder), "--prompt", "w1"]) == 2
+    assert "eos_token_id 'x'" in capsys.readouterr().err
