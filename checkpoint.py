@@ -59,7 +59,8 @@ def read_config(folder, model_class):
         config = model_class.Config.from_hf(h)
         for field in dataclasses.fields(config):
             value, number = getattr(config, field.name), field.type in (int, float, int | None)
-            if not isinstance(value, (int, float) if field.type is float else field.type) or number and not value > 0:
+            if not isinstance(value, (int, float) if field.type is float else field.type) or (
+                    number and not value >= (field.type is not float)):
                 raise ValueError(f"{field.name} would be {value!r}")
         return config
     except KeyError as e:

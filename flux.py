@@ -45,9 +45,9 @@ class Config:
         if h.get("patch_size", 1) != 1 or h.get("out_channels") not in (None, h["in_channels"]):
             raise ValueError("patch_size and out_channels must be 1 and in_channels: other FLUX variants are not here")
         heads, guidance = h["num_attention_heads"], h["guidance_embeds"]
-        return cls(h["num_layers"], h["num_single_layers"], heads * h["attention_head_dim"], heads,
-                   tuple(h["axes_dims_rope"]), h["in_channels"] // 4, h["joint_attention_dim"],
-                   h["pooled_projection_dim"], h.get("n_text", 512 if guidance else 256), guidance)
+        return cls(h["num_layers"], h["num_single_layers"], heads * h["attention_head_dim"], heads, tuple(h["axes_dims_rope"]),
+                   h["in_channels"] // 4, h["joint_attention_dim"], h["pooled_projection_dim"],
+                   h.get("n_text", 512 if guidance else 256), guidance)
 
     def to_hf(self):
         return {"_class_name": "FluxTransformer2DModel", "patch_size": 1, "in_channels": 4 * self.channels,
@@ -101,9 +101,6 @@ class Modulation(nn.Module):
 
     def forward(self, vec):  # (B, D) -> n of (B, 1, D)
         return self.linear(F.silu(vec))[:, None].chunk(self.n, dim=-1)
-
-
-# ------------------------------------------------------------------------------------------------ embeddings
 
 
 def sinusoid(x, dim=256, max_period=1e4):  # (B,) fp32 in 0..1000 -> (B, dim) fp32: cosines, then sines
@@ -165,9 +162,6 @@ def unpatchify(x, H, W):
     return x.view(B, H // 2, W // 2, C // 4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C // 4, H, W)
 
 
-# ---------------------------------------------------------------------------------------------------- blocks
-
-
 class Attention(nn.Module):
     """The projections of one block; with `double`, a second set for the text."""
 
@@ -198,23 +192,15 @@ def attend(q, k, v):  # (B, heads, T, head_dim) -> (B, T, D); every token sees e
     return splash_attention(q, k, v, causal=False).transpose(1, 2).flatten(2)
 
 
-class GELU(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.proj = Linear(c.dim, c.mlp_ratio * c.dim)
-
-    def forward(self, x):
-        return F.gelu(self.proj(x), approximate="tanh")
-
-
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        # diffusers has a dropout at 1: the names are its
-        self.net = nn.ModuleDict({"0": GELU(c), "2": Linear(c.mlp_ratio * c.dim, c.dim)})
+        # diffusers' names; it has a dropout at 1
+        self.net = nn.ModuleDict({"0": nn.ModuleDict({"proj": Linear(c.dim, c.mlp_ratio * c.dim)}),
+                                  "2": Linear(c.mlp_ratio * c.dim, c.dim)})
 
     def forward(self, x):
-        return self.net["2"](self.net["0"](x))
+        return self.net["2"](F.gelu(self.net["0"]["proj"](x), approximate="tanh"))
 
 
 class DoubleBlock(nn.Module):
@@ -268,9 +254,6 @@ class Layers(nn.ModuleList):
         return x
 
 
-# ----------------------------------------------------------------------------------------------------- model
-
-
 class Flux(nn.Module):
     sizes, Config = SIZES, Config
     defaults = {"batch": 32, "lr": 3e-3}  # train.py's
@@ -309,8 +292,7 @@ class Flux(nn.Module):
         """The velocity at time t, of the latents' shape and in fp32.
 
         latents: (B, C, H, W), H and W even; text: (B, S, text_dim), T5's; pooled: (B, pooled_dim), CLIP's; t: (B,)
-        from 0 (data) to 1 (noise); guidance: (B,). All floating point.
-        """
+        from 0 (data) to 1 (noise); guidance: (B,). All floating point."""
         c = self.config
         H, W = latents.shape[2:]
         cos, sin = rope_table(H // 2, W // 2, c.rope_axes, c.rope_theta, latents.device)
@@ -339,8 +321,7 @@ class Flux(nn.Module):
         """This device's share of the mean squared error of the velocity (rectified flow, arXiv:2209.03003).
 
         batch, fp32: latents and noise (B, C, H, W), t (B,), and text, pooled, guidance as in forward. psum sums a
-        tensor over the devices that share the batch. Returns (loss, auxiliary loss), which add up over devices.
-        """
+        tensor over the devices that share the batch. Returns (loss, auxiliary loss), which add up over devices."""
         x0, noise, t = batch["latents"], batch["noise"], batch["t"][:, None, None, None]
         v = self((1 - t) * x0 + t * noise, batch["text"], batch["pooled"], batch["t"], batch["guidance"])
         rows = psum(torch.ones_like(batch["t"]).sum())
@@ -377,8 +358,7 @@ def euler_step(model):
     """-> step(params, batch) -> latents one step nearer to the data, to capture.
 
     batch, fp32: latents (B, C, H, W), text (2B, S, text_dim) and pooled (2B, pooled_dim) of the captions and then of
-    the empty one, t, t_next, guidance and cfg (B,): v = v_empty + cfg * (v_caption - v_empty) (arXiv:2207.12598).
-    """
+    the empty one, t, t_next, guidance and cfg (B,): v = v_empty + cfg * (v_caption - v_empty) (arXiv:2207.12598)."""
     def step(params, batch):
         x, t = batch["latents"], batch["t"]
         with torch.no_grad(), _reparametrize_module(model, params):

@@ -112,8 +112,7 @@ class RMSNorm(nn.Module):
 def rope_table(positions, head_dim, theta):
     """cos and sin of position × frequency, each (T, head_dim) fp32 (RoFormer, arXiv:2104.09864).
 
-    positions: (T,) int. They run on across packed documents: rotary attention only sees differences.
-    """
+    positions: (T,) int. They run on across packed documents: rotary attention only sees differences."""
     freq = theta ** -(torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     angle = positions.float()[:, None] * freq  # (T, head_dim / 2)
     angle = torch.cat([angle, angle], dim=-1)  # Hugging Face's halves, not interleaved pairs
@@ -228,8 +227,7 @@ class MuseGlimmer(nn.Module):
         """This device's share of the mean cross-entropy over the whole batch's valid targets.
 
         batch: tokens, targets (-100: ignored), segment_ids, each (B, T) int. psum sums a tensor over the
-        devices that share the batch. Returns (loss, auxiliary loss), fp32 scalars that add up over devices.
-        """
+        devices that share the batch. Returns (loss, auxiliary loss), fp32 scalars that add up over devices."""
         c = self.config
         x = self(batch["tokens"], batch["segment_ids"])
         targets = batch["targets"].flatten()

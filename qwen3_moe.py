@@ -88,8 +88,7 @@ class RMSNorm(nn.Module):
 def rope_table(positions, head_dim, theta):
     """cos and sin of position × frequency, each (T, head_dim) fp32 (RoFormer, arXiv:2104.09864).
 
-    positions: (T,) int. They run on across packed documents: rotary attention only sees differences.
-    """
+    positions: (T,) int. They run on across packed documents: rotary attention only sees differences."""
     freq = theta ** -(torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     angle = positions.float()[:, None] * freq  # (T, head_dim / 2)
     angle = torch.cat([angle, angle], dim=-1)  # Hugging Face's halves, not interleaved pairs
@@ -215,8 +214,7 @@ class Qwen3MoE(nn.Module):
         """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None; valid: (B, T) bool, which tokens
         the balance counts (None: all).
 
-        Returns normalized hidden states (B, T, dim) and the balance statistics of MoE.forward, (L, E) each.
-        """
+        Returns normalized hidden states (B, T, dim) and the balance statistics of MoE.forward, (L, E) each."""
         c = self.config
         positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         cos, sin = rope_table(positions, c.head_dim, c.rope_theta)
@@ -236,8 +234,7 @@ class Qwen3MoE(nn.Module):
 
         The auxiliary loss is Switch Transformer's (arXiv:2101.03961, eq. 4), averaged over layers and
         over the whole batch: E * sum_e (share of choices that went to e) * (mean probability of e). Only
-        the counts, which carry no gradient, cross devices: the probabilities enter linearly.
-        """
+        the counts, which carry no gradient, cross devices: the probabilities enter linearly."""
         c = self.config
         targets = batch["targets"]
         x, prob_sums, counts = self(batch["tokens"], batch["segment_ids"], valid=targets >= 0)

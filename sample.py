@@ -67,8 +67,7 @@ class Cached(TorchFunctionMode):
     """While active, the n-th call of splash attention adds its keys and values to the n-th layer's cache and
     attends to all of that: to the positions up to the query's own, and within the window if there is one.
 
-    cache: a (keys, values) pair a layer, (1, K, S, D) each, replaced as it grows; positions: (T,), of the queries.
-    """
+    cache: a (keys, values) pair a layer, (1, K, S, D) each, replaced as it grows; positions: (T,), of the queries."""
 
     def __init__(self, cache, positions):
         super().__init__()
@@ -110,8 +109,7 @@ def generate(model, params, mesh, prompt, max_new, choose, eos=(), programs=None
     """Yields up to max_new token ids after the list of ids `prompt`, the last of them perhaps one of eos.
 
     model, params, mesh: see load_model; choose: logits (vocab,) fp32 numpy -> id. programs: a dict that keeps the compiled
-    steps, by their number of tokens, for more calls with the same len(prompt) + max_new.
-    """
+    steps, by their number of tokens, for more calls with the same len(prompt) + max_new."""
     c, programs = model.config, {} if programs is None else programs
     shape, dtype = (1, c.n_kv_heads, len(prompt) + max_new, c.head_dim), params["embed_tokens.weight"].dtype
     cache = [tuple(jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, P())) for _ in "kv") for _ in range(c.n_layers)]
@@ -196,8 +194,7 @@ def euler(model, params, mesh, text, pooled, shape, *, steps=28, shift=None, cfg
     model, params, mesh: see load_model; text (2B, n_text, text_dim), pooled (2B, pooled_dim): the captions', then the
     empty caption's; shape: (C, H, W) of the latents. guidance: what the model is told (3.5 is usual for FLUX.1-dev);
     cfg: classifier-free guidance, 1 takes the captions as they are; shift: of the steps' times towards the noise
-    (None: FLUX's for this size; the shapes want their own, flux_data.SHIFT).
-    """
+    (None: FLUX's for this size; the shapes want their own, flux_data.SHIFT)."""
     B, (_, H, W) = len(text) // 2, shape
     noise = np.random.Generator(np.random.Philox(seed)).standard_normal((B, *shape))
     batch = {"cfg": np.full(B, cfg), "guidance": np.full(B, guidance), "latents": noise, "pooled": pooled,

@@ -195,7 +195,7 @@ def test_all_that_is_wrong_with_the_tensors_is_in_one_error_and_nothing_is_read(
     ({"vocab_size": "320"}, "vocab would be '320'"),
     ({"hidden_size": None}, "dim would be None"),
     ({"num_hidden_layers": 2.0}, "n_layers would be 2.0"),
-    ({"num_experts": -1}, "n_experts would be -1"),
+    ({"num_local_experts": -1}, "n_experts would be -1"),
     ({"rope_parameters": "x"}, "config.json: 'str' object"),
     ({"rms_norm_eps": None}, "norm_eps would be None"),
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
