@@ -93,7 +93,15 @@ BAD = {
     "--frobnicate": "unrecognized arguments: --frobnicate",
     "--coordinator localhost:1": "--coordinator, --num-processes and --process-id go together",
     "--metrics /nowhere/m.jsonl": "--metrics /nowhere/m.jsonl",
+    "--model flux --tokenizer t.json": "--tokenizer t.json: --model flux reads no text",
+    "--model flux --data /nowhere": "--data /nowhere holds 0 rows",
 }
+
+
+def test_each_model_has_its_own_batch_and_learning_rate_where_none_is_given():
+    for argv, want in [("--model llama3", (8, 1e-3)), ("--model flux", (32, 3e-3)), ("--model flux --batch 4", (4, 3e-3))]:
+        args = train.parse_args(argv.split())
+        assert (args.batch, args.lr) == want
 
 
 @pytest.mark.parametrize("flags", BAD)
