@@ -286,6 +286,30 @@ def test_bad_shards_are_refused_in_one_line(tmp_path):
                       ("latents", np.zeros((3, 4, 6, 8)))]:
         np.savez(tmp_path / "a.npz", **(good | {name: bad}))
         refused("a.npz")
+    np.savez(tmp_path / "a.npz", **good)
+    for name, content in [("b.npz", b""), ("b.npz", b"PK garbage"), ("b.safetensors", b""), ("b.safetensors", b"x" * 100)]:
+        (tmp_path / name).write_bytes(content)
+        refused(name)
+        (tmp_path / name).unlink()
+    np.savez(tmp_path / "b.npz", **(good | {"latents": np.zeros((3, 4, 6, 6))}))  # another width than a.npz
+    refused("b.npz")
+    np.savez(tmp_path / "b.npz", text=np.zeros((3, 5, 24)))
+    refused("b.npz")
+    (tmp_path / "b.npz").unlink()
+    np.savez(tmp_path / "empty.npz", text=np.zeros((5, 24)))
+    refused("empty.npz")
+
+
+def test_a_folder_that_is_no_flux_and_a_shape_with_too_many_words_are_one_line(tmp_path, capsys):
+    theirs(SMALL).save_pretrained(tmp_path / "model")
+    flags = ["--model", "flux", "--hf", str(tmp_path / "model")]
+    for more, part in [([], "4 latent channels, not pixels: give --flux"), (["--flux", str(tmp_path)], f"--flux {tmp_path}: "),
+                       (["--flux", "/nowhere"], "--flux /nowhere: ")]:
+        assert sample.main([*flags, *more]) == 2
+        err = capsys.readouterr().err
+        assert part in err and err.startswith("sample.py: error: ") and err.count("\n") == 1
+    with pytest.raises(flux_data.DataError, match="has 6 words: give at most 5"):
+        flux_data.embed("one two three four five six", SMALL)
 
 
 # ------------------------------------------------------------------------------------------------- sampling
