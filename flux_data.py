@@ -153,6 +153,8 @@ def shards(config, path, seed=0):
 
 def open_flux(folder):
     """diffusers' pipeline of a FLUX.1 folder without its transformer: the text encoders and the autoencoder."""
+    if not Path(folder, "model_index.json").is_file():
+        raise DataError(f"--flux {folder}: no model_index.json in it; give a FLUX.1 in diffusers' layout")
     try:
         from diffusers import FluxPipeline
 
