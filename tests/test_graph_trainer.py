@@ -97,7 +97,7 @@ def test_the_loop_op_is_bit_identical_to_the_python_loop():
     want = grads(python)(w, x)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     loops = [n for n in graph.gm.graph.nodes if n.target is graph_trainer.loop]
-    assert [n.args[-1] for n in loops] == [False, True]  # forward, then backward from the last layer
+    assert [n.args[-2] for n in loops] == [False, True]  # forward, then backward from the last layer
 
 
 # ------------------------------------------------------------------- remat, offload, split, gradient accumulation
