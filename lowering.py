@@ -134,10 +134,30 @@ def _softmax(f):
     return lambda x, dim, half_to_float: f(x.astype(jnp.float32) if half_to_float else x, dim)
 
 
+def _div_trunc(x, y):
+    x, y = jnp.broadcast_arrays(x, y)
+    return lax.div(x, y) if jnp.issubdtype(jnp.result_type(x, y), jnp.integer) else jnp.trunc(x / y)
+
+
+def _sign(x):
+    return jnp.where(jnp.isnan(x), jnp.zeros_like(x), jnp.sign(x))  # PyTorch: NaN has no sign
+
+
+def _cumsum(x, dim, dtype=None):
+    widens = dtype is None and not jnp.issubdtype(x.dtype, jnp.floating)  # to int64
+    return jnp.cumsum(x.astype(jnp.int32) if widens else _cast(x, dtype), dim)
+
+
+def _arange(start, end, step=1, dtype=None, **layout):
+    default = torch.float32 if any(isinstance(x, float) for x in (start, end, step)) else torch.int64
+    return jnp.arange(start, end, step, dtype=DTYPES[dtype or default])
+
+
 def _topk(x, k, dim=-1, largest=True, sorted=True):
     x = jnp.moveaxis(x, dim, -1)
-    values, indices = lax.top_k(x if largest else -x, k)
-    values = values if largest else -values
+    flip = (lambda x: x) if largest else jnp.negative if jnp.issubdtype(x.dtype, jnp.floating) else jnp.invert
+    values, indices = lax.top_k(flip(x), k)
+    values = flip(values)
     return jnp.moveaxis(values, -1, dim), jnp.moveaxis(indices, -1, dim)
 
 
@@ -195,13 +215,13 @@ TABLE = {
     "aten.div.Tensor": lambda x, y: x / y,
     "aten.fill.Scalar": lambda x, value: jnp.full_like(x, value),
     "aten.div.Tensor_mode": lambda x, y, rounding_mode: {
-        "floor": jnp.floor_divide, "trunc": lambda x, y: lax.div(*jnp.broadcast_arrays(x, y))}[rounding_mode](x, y),
+        None: jnp.divide, "floor": jnp.floor_divide, "trunc": _div_trunc}[rounding_mode](x, y),
     "aten.floor_divide.default": jnp.floor_divide,
     "aten.remainder.Scalar": jnp.remainder,
     "aten.neg.default": jnp.negative,
     "aten.abs.default": jnp.abs,
-    "aten.sgn.default": jnp.sign,
-    "aten.sign.default": jnp.sign,
+    "aten.sgn.default": _sign,
+    "aten.sign.default": _sign,
     "aten.square.default": jnp.square,
     "aten.sqrt.default": jnp.sqrt,
     "aten.rsqrt.default": lax.rsqrt,
@@ -213,7 +233,7 @@ TABLE = {
     "aten.tanh.default": jnp.tanh,
     "aten.sigmoid.default": jax.nn.sigmoid,
     "aten.silu.default": jax.nn.silu,
-    "aten.pow.Tensor_Scalar": lambda x, y: lax.integer_pow(x, int(y)) if y == int(y) else x ** y,
+    "aten.pow.Tensor_Scalar": lambda x, y: lax.integer_pow(x, int(y)) if y % 1 == 0 else x ** y,
     "aten.pow.Tensor_Tensor": jnp.power,
     "aten.pow.Scalar": jnp.power,
     "aten.minimum.default": jnp.minimum,
@@ -269,16 +289,14 @@ TABLE = {
     "aten.ones_like.default": lambda x, dtype=None, **layout: jnp.ones_like(x, dtype and DTYPES[dtype]),
     "aten.new_zeros.default": lambda x, shape, dtype=None, **layout: jnp.zeros(shape, DTYPES.get(dtype, x.dtype)),
     "aten.scalar_tensor.default": lambda value, dtype=None, **layout: _fill((), value, dtype),
-    "aten.arange.default": lambda end, dtype=None, **layout: jnp.arange(end, dtype=DTYPES[dtype or torch.int64]),
-    "aten.arange.start": lambda start, end, dtype=None, **layout:
-        jnp.arange(start, end, dtype=DTYPES[dtype or torch.int64]),
-    "aten.arange.start_step": lambda start, end, step=1, dtype=None, **layout:
-        jnp.arange(start, end, step, dtype=DTYPES[dtype or torch.int64]),
+    "aten.arange.default": lambda end, dtype=None, **layout: _arange(0, end, 1, dtype),
+    "aten.arange.start": lambda start, end, dtype=None, **layout: _arange(start, end, 1, dtype),
+    "aten.arange.start_step": _arange,
     # matmuls
     "aten.mm.default": jnp.matmul,
     "aten.bmm.default": jnp.matmul,
     "aten.dot.default": jnp.dot,
-    "aten.addmm.default": lambda b, x, y: b + x @ y,
+    "aten.addmm.default": lambda b, x, y, beta=1, alpha=1: beta * b + alpha * (x @ y),
     # reductions
     "aten.sum.default": lambda x, dtype=None: _cast(x, dtype).sum(),
     "aten.sum.dim_IntList": _reduce(jnp.sum),
@@ -287,7 +305,7 @@ TABLE = {
     "aten.amax.default": _reduce(jnp.max),
     "aten.argmax.default": lambda x, dim=None, keepdim=False: jnp.argmax(x, dim, keepdims=keepdim),
     "aten.any.default": jnp.any,
-    "aten.cumsum.default": lambda x, dim, dtype=None: jnp.cumsum(_cast(x, dtype), dim),
+    "aten.cumsum.default": _cumsum,
     # indexing
     "aten.embedding.default": lambda w, ids, *rest: jnp.take(w, ids, axis=0),
     "aten.embedding_dense_backward.default": _embedding_backward,
@@ -391,7 +409,10 @@ def interpret(gm, table, args):
         elif node.op == "call_function":
             args_, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             with jax.named_scope(source(node)):
-                env[node] = conform(node, table[str(node.target)](*args_, **kwargs))
+                try:
+                    env[node] = conform(node, table[str(node.target)](*args_, **kwargs))
+                except (TypeError, ValueError, KeyError, IndexError, OverflowError) as e:
+                    raise LoweringError(f"lowering of {node.target} at {source(node)}: {type(e).__name__}: {e}") from e
         else:
             return list(torch.fx.map_arg(node.args[0], env.__getitem__))
 

@@ -32,6 +32,9 @@ OPS = {  # what it covers: the PyTorch program
                          torch.zeros(4, 6).scatter_add(0, ids, y[:3, :2]), torch.zeros(4, 6).scatter(1, ids[:, :1], 1.0)),
     "sorting": lambda x, y, w, ids, flags: (*x.topk(3), *x.sort(stable=True), x.argsort(descending=True), *x.topk(2, largest=False)),
     "nn": lambda x, y, w, ids, flags: (x.softmax(-1), x.log_softmax(-1), F.silu(x), F.gelu(x), F.gelu(x, approximate="tanh"), F.one_hot(ids, 4)),
+    "traps": lambda x, y, w, ids, flags: (torch.div(-x * 7, 2.0, rounding_mode="trunc"), torch.div(x, y, rounding_mode=None), torch.arange(0, 1, 0.25),
+                      *torch.tensor([5, 0, 3], dtype=torch.uint8).topk(2, largest=False), (x / 0 * 0).sign(), torch.tensor([100, 100], dtype=torch.int8).cumsum(0),
+                      torch.addmm(torch.ones(4, 5), x, w, beta=2, alpha=3)),
     "dtypes": lambda x, y, w, ids, flags: (x.bfloat16() * torch.tensor(2.0), x.half().float(), x.to(torch.int32), ids.bool(), x.bfloat16() + x),
 }
 
@@ -86,7 +89,7 @@ def test_an_op_without_a_lowering_is_named_with_its_line_and_what_to_add():
 
 def test_a_constant_beyond_int32_raises_instead_of_wrapping():
     graph = capture(lambda: torch.full((2,), 2**40))
-    with pytest.raises(OverflowError, match="does not fit int32"):
+    with pytest.raises(LoweringError, match="aten.full.default.*does not fit int32"):
         lowering.lower(graph.gm)()
 
 
