@@ -185,13 +185,12 @@ def train_step(model, opt, psum=lambda x, dims=None: x, micro_batches=1):
         grads = dict(zip(params, grads))
 
         with torch.no_grad():
-            # Shards of one parameter lie on different devices of an axis; copies of it count once.
+            # Shards of one parameter lie on different devices of an axis; copies of it count once. Summed in the order of
+            # the backward pass, so that split's programs each hand on one sum.
             square = {}
-            for name, g in grads.items():
-                square.setdefault(shards[name], []).append(g.float().square().sum())
-            total = sum(psum(torch.stack(s).sum(), axes) if axes else torch.stack(s).sum()
-                        for axes, s in square.items())
-            grad_norm = total.sqrt()
+            for name, g in reversed(grads.items()):
+                square[shards[name]] = square.get(shards[name], 0) + g.float().square().sum()
+            grad_norm = sum(psum(s, axes) if axes else s for axes, s in square.items()).sqrt()
             scale = boundary((opt.clip / (grad_norm + 1e-6)).clamp(max=1.0)) if opt.clip else 1.0
 
             step_number = state["step"] + 1
