@@ -16,6 +16,8 @@ Notable features:
 import functools
 import math
 import operator
+import os
+import sys
 import traceback
 from dataclasses import dataclass
 
@@ -26,7 +28,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import (
-    ProxyTorchDispatchMode, disable_proxy_modes_tracing, make_fx, track_tensor_tree)
+    ProxyTorchDispatchMode, disable_proxy_modes_tracing, get_proxy_mode, make_fx, track_tensor_tree)
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -82,8 +84,12 @@ def values_of(gm):
 
 
 def trace(fn, fakes):
+    def named(*fakes):
+        record_lines(get_proxy_mode().tracer)
+        return fn(*fakes)
+
     try:
-        gm = make_fx(fn, tracing_mode="fake", record_stack_traces=True, _allow_non_fake_inputs=True)(*fakes)
+        gm = make_fx(named, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
         frames = [f for f in traceback.extract_tb(e.__traceback__) if "/torch/" not in f.filename
                   and f.filename != __file__]
@@ -94,6 +100,35 @@ def trace(fn, fakes):
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
+
+
+def record_lines(tracer):
+    """Gives every node that `tracer` makes the model's lines as its stack_trace; a node of the backward pass those of the
+    forward op whose gradient it is (torch's record_stack_traces leaves these, the loss and the optimizer without)."""
+    create, lines = tracer.create_node, {}
+
+    def create_node(*args, **kwargs):
+        node = create(*args, **kwargs)
+        running = torch._C._current_autograd_node()  # autograd numbers its nodes as the forward makes them
+        node.stack_trace = running and lines.get(running._sequence_nr()) or model_lines()
+        lines.setdefault(torch.autograd._get_sequence_nr() - 1, node.stack_trace)
+        return node
+
+    tracer.create_node = create_node
+
+
+def model_lines():
+    """The stack of the model's functions, or this file's own line where none runs."""
+    lines = []
+    for frame, line in traceback.walk_stack(sys._getframe(2)):
+        path, name = frame.f_code.co_filename, frame.f_code.co_qualname.split(".<locals>")[0]
+        if path == __file__ and lines:
+            break
+        if f"{os.sep}torch{os.sep}" not in path and os.path.basename(path) not in ("kernels.py", "simple_fsdp.py"):
+            lines.append(traceback.FrameSummary(path, line, name))
+        if path == __file__:
+            break
+    return "".join(traceback.StackSummary.from_list(reversed(lines)).format())
 
 
 def functionalize(gm):

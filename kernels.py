@@ -241,20 +241,38 @@ def check_grouped(name, x, weights, group_sizes):
                              f"{tuple(group_sizes.shape)}: want (N, D), (E, D, F), (E,)")
 
 
-def groups_of(x, group_sizes):
-    """x's rows of each group: a list of (n, D)."""
-    return x[:int(group_sizes.sum())].split(group_sizes.tolist())
+def group_tiles(x, group_sizes):
+    """Rows of x in tiles that belong to one expert each, as many as any sizes may need: XLA (torch_xla too) compiles for shapes.
+
+    -> each tile's expert (tiles,), its rows' numbers (tiles, rows), N for none, and the rows (tiles, rows, D), 0 for none.
+    """
+    N, E, rows = x.shape[0], len(group_sizes), min(ROWS, x.shape[0])
+    count, end = -(-group_sizes // rows), group_sizes.cumsum(0)
+    last = count.cumsum(0)
+    tile = torch.arange(N // rows + E, device=x.device)
+    expert = (tile[:, None] >= last).sum(1).clamp(max=E - 1)
+    first = (end - group_sizes)[expert] + (tile - (last - count)[expert]) * rows
+    index = first[:, None] + torch.arange(rows, device=x.device)
+    index = torch.where(index < end[expert][:, None], index, N)
+    return expert, index, F.pad(x, (0, 0, 0, 1))[index]
 
 
-def grouped(xs, ws, n):
-    """Rows of each group times its matrix, zeros behind them up to n rows."""
-    y = torch.cat([x @ w for x, w in zip(xs, ws)])
-    return F.pad(y, (0, 0, 0, n - y.shape[0]))
+def grouped(x, w, group_sizes):
+    """Rows of each group times its matrix, zeros behind them."""
+    expert, index, tiles = group_tiles(x, group_sizes)
+    return x.new_zeros(x.shape[0] + 1, w.shape[2]).index_put((index,), tiles @ w[expert])[:-1]
+
+
+def grouped_weights(x, g, group_sizes):
+    """x[rows of e].T @ g[rows of e] -> (E, D, F) fp32."""
+    (expert, _, x), (_, _, g) = group_tiles(x, group_sizes), group_tiles(g, group_sizes)
+    y = x.float().mT @ g.float()
+    return y.new_zeros(len(group_sizes), *y.shape[1:]).index_add(0, expert, y)
 
 
 @torch.library.custom_op("tpu::grouped_matmul", mutates_args=())
 def grouped_op(x: Tensor, w: Tensor, group_sizes: Tensor, blocks: Sequence[int]) -> Tensor:
-    return grouped(groups_of(x, group_sizes), w, x.shape[0])
+    return grouped(x, w, group_sizes)
 
 
 @grouped_op.register_fake
@@ -265,8 +283,7 @@ def _(x, w, group_sizes, blocks):
 @torch.library.custom_op("tpu::grouped_matmul_backward", mutates_args=())
 def grouped_backward_op(g: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor,
                         blocks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    xs, gs = groups_of(x, group_sizes), groups_of(g, group_sizes)
-    return grouped(gs, w.mT, x.shape[0]), torch.stack([x.T @ g for x, g in zip(xs, gs)])
+    return grouped(g, w.mT, group_sizes), grouped_weights(x, g, group_sizes).to(w.dtype)
 
 
 @grouped_backward_op.register_fake
@@ -291,8 +308,7 @@ def paired_op(x: Tensor, gate: Tensor, up: Tensor, group_sizes: Tensor,
               blocks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """-> silu(a) * b, a = x @ gate[e], b = x @ up[e]. Keeping a and b for the backward pass is cheaper than
     computing them again: writing 2 numbers a row and column against 2 * D multiply-adds each."""
-    xs = groups_of(x, group_sizes)
-    a, b = (grouped(xs, w, x.shape[0]) for w in (gate, up))
+    a, b = (grouped(x, w, group_sizes) for w in (gate, up))
     return F.silu(a) * b, a, b
 
 
@@ -307,9 +323,8 @@ def paired_backward_op(g: Tensor, x: Tensor, gate: Tensor, up: Tensor, group_siz
     s = torch.sigmoid(a.float())
     da = (g * b * s * (1 + a * (1 - s))).to(x.dtype)
     db = (g * a * s).to(x.dtype)
-    xs, das, dbs = (groups_of(t, group_sizes) for t in (x, da, db))
-    dx = grouped(das, gate.mT, x.shape[0]) + grouped(dbs, up.mT, x.shape[0])
-    return dx, *(torch.stack([x.T @ d for x, d in zip(xs, ds)]) for ds in (das, dbs))
+    dx = grouped(da, gate.mT, group_sizes) + grouped(db, up.mT, group_sizes)
+    return dx, *(grouped_weights(x, d, group_sizes).to(gate.dtype) for d in (da, db))
 
 
 @paired_backward_op.register_fake
