@@ -64,10 +64,11 @@ def parametrize(module, mesh, placements_of, *, param_dtype=None, reduce_dtype=t
     the gradient's reduction; reduce_op: "avg" for a loss that is a mean on each device, "sum" for one
     that is already divided by the whole batch. keep_fp32: name endings that are read uncast.
     """
+    classes = {}  # modules that read alike share one: torch.compile then takes all layers for the same code
     for prefix, sub in module.named_modules():
         if not sub._parameters:
             continue
-        read = {}
+        read, key = {}, [type(sub)]
         for name, p in sub._parameters.items():
             if p is None:
                 continue
@@ -78,7 +79,8 @@ def parametrize(module, mesh, placements_of, *, param_dtype=None, reduce_dtype=t
                 placements = placements_of(p.shape)
                 sub._parameters[name] = nn.Parameter(distribute_tensor(p.data, mesh, placements), p.requires_grad)
             read[name] = Read(name, p.ndim, mesh, placements, dtype, reduce_dtype, reduce_op)
-        sub.__class__ = type(type(sub).__name__, (type(sub),), read)
+            key.append((name, p.ndim, str(placements), dtype))
+        sub.__class__ = classes.setdefault(tuple(key), type(type(sub).__name__, (type(sub),), read))
 
 
 class Read:

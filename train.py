@@ -98,6 +98,8 @@ def parse_args(argv):
                    help="--mode eager")
     g.add_argument("--compile.enable", dest="mode", action="store_const", const="compile", help="--mode compile")
     g.add_argument("--tpu_config.use_graph_trainer", dest="mode", action="store_const", const="graph", help="--mode graph")
+    g.add_argument("--eager-strict", action="store_true", help="--mode eager, one program an op instead of deferred and fused")
+    g.add_argument("--device", choices=["xla", "tpu"], help="of --mode eager and compile: torch_xla's (default) or torch_tpu's")
     g.add_argument("--scan", "--tpu_config.use_scan_layers", dest="scan", action="store_true",
                    help="one loop over the decoder layers: compile time and program size of one layer")
     g.add_argument("--remat", choices=graph_trainer.REMAT, help="what a layer's forward saves for its backward besides its input: nothing "
@@ -153,10 +155,12 @@ def parse_args(argv):
         if args.split and getattr(args, flag) not in (False, 1):
             raise UsageError(f"--split cuts unrolled layers into programs: leave out --{flag.replace('_', '-')}")
     if args.mode != "graph":
-        for flag in ("scan", "split", "remat", "fsdp", "print_graph", "print_sharding"):
-            if getattr(args, flag) not in (None, False):
+        for flag in ("scan", "split", "remat", "fsdp", "replicas", "devices", "coordinator", "num_processes", "process_id", "topology", "kernels",
+                     "splash", "fused_ce", "paired_gmm", "libtpu_init_flags", "print_graph", "print_sharding"):
+            if getattr(args, flag) != p.get_default(flag):
                 raise UsageError(f"--{flag.replace('_', '-')} needs --mode graph (got --mode {args.mode})")
-        raise UsageError(f"--mode {args.mode} is not there yet: use --mode graph")
+    if args.eager_strict and args.mode != "eager" or args.device and args.mode == "graph":
+        raise UsageError(f"--eager-strict goes with --mode eager, --device with --mode eager or compile (got --mode {args.mode})")
     return args
 
 
@@ -166,6 +170,11 @@ def parse_args(argv):
 def choose_devices(args):
     """-> (mesh of the devices to train on, DeviceMesh to capture for: None for one device). A TPU where JAX sees
     one, this machine's CPU otherwise."""
+    if args.mode != "graph":
+        import eager  # torch_xla, of which graph mode knows nothing
+        args.torch_device = eager.open_device(args)
+        say(f"device: {args.torch_device}, of torch")
+        return lowering.make_mesh(devices=jax.devices()[:1]), None
     if args.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
@@ -259,6 +268,10 @@ def batch_spec(model, rows, seq):
 def build_programs(args, model, opt, device_mesh, mesh):
     """-> the training step, (state, batch) -> (state, metrics), and the evaluation, (params, batch) -> loss,
     captured: two lowering.Programs to lower and compile."""
+    if args.mode != "graph":
+        import eager
+        return eager.programs(args, model, opt)
+
     def psum(x, dims=None):
         return simple_fsdp.all_sum(x, device_mesh, dims) if device_mesh else x
 
@@ -412,6 +425,9 @@ def train(args):
         + (f"mean squared error of the velocity" if args.model == "flux" else
            f"nats a token (token frequencies alone: {dataset.unigram_loss():.4f})"))
     if args.save_hf:
+        if args.mode != "graph":
+            import eager
+            state["params"] = eager.to_jax(state["params"])
         checkpoint.save_hf(args.save_hf, model, state["params"], eos=getattr(dataset, "eod", None), tokenizer=args.tokenizer)
 
 
