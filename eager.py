@@ -36,15 +36,16 @@ class EagerError(graph_trainer.CaptureError):
 def open_device(args):
     """-> the torch.device to train on. Call it before autograd runs at all in this process: its engine counts the kinds of
     devices once. JAX, which draws the initial weights, stays on the CPU and leaves the TPU to torch."""
-    jax.config.update("jax_platforms", "cpu")
     if args.device == "tpu":
         if importlib.util.find_spec("torch_tpu") is None:
             raise EagerError("--device tpu needs a TPU and torch_tpu, which is not installed: pip install torch_tpu, or leave "
                              "--device out for torch_xla")
+        jax.config.update("jax_platforms", "cpu")
         modes = torch.tpu.EagerMode  # importing torch has loaded torch_tpu
         torch.tpu.set_eager_mode(modes.DEFER_NEVER if args.eager_strict else modes.DEFER_AND_FUSE)
         return torch.device("tpu")
     check_torch_xla(args.mode)
+    jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("PJRT_DEVICE", "TPU" if lowering.ON_TPU_HOST else "CPU")
     try:
         import torch_xla

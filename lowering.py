@@ -408,7 +408,7 @@ def interpret(gm, table, args):
                 lambda *xs, body=value: interpret(body, table, xs))
         elif node.op == "call_function":
             args_, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            with jax.named_scope(source(node)):
+            with jax.named_scope(f"{source(node)}/{node.target}"):  # profiling.py reads it back
                 try:
                     env[node] = conform(node, table[str(node.target)](*args_, **kwargs))
                 except (TypeError, ValueError, KeyError, IndexError, OverflowError) as e:

@@ -16,6 +16,7 @@ import functools
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import threading
@@ -32,6 +33,7 @@ import data
 import flux_data
 import graph_trainer
 import kernels
+import profiling
 import recipes
 import simple_fsdp
 from flux import Flux
@@ -135,6 +137,9 @@ def parse_args(argv):
     g = p.add_argument_group("what it shows")
     g.add_argument("--save-hf", metavar="DIR", help="write the trained weights as a new Hugging Face folder at the end")
     g.add_argument("--metrics", metavar="FILE", help="one JSON object a step")
+    g.add_argument("--profile", "--profiler.enable_profiling", dest="profile", nargs="?", const="5:7", metavar="START:STOP",
+                   help="where the time of these steps goes (default: 5:7): a trace, and a table of the model's lines")
+    g.add_argument("--profile-dir", metavar="DIR", default="profile", help="where --profile puts both")
     g.add_argument("--print-graph", action="store_true", help="print the captured graph and stop")
     g.add_argument("--print-sharding", action="store_true", help="print where every parameter lies and stop")
     g.add_argument("--val-batches", type=positive(int), default=8, help="batches of the validation loss at the end")
@@ -154,9 +159,14 @@ def parse_args(argv):
     for flag in ("scan", "grad_accum"):
         if args.split and getattr(args, flag) not in (False, 1):
             raise UsageError(f"--split cuts unrolled layers into programs: leave out --{flag.replace('_', '-')}")
+    if args.profile:
+        span = re.fullmatch(r"(\d+):(\d+)", args.profile)
+        if not span or not 3 <= int(span[1]) <= int(span[2]) <= args.steps:
+            raise UsageError(f"--profile {args.profile} must be START:STOP, from step 3 (two to warm up) to --steps {args.steps}")
     if args.mode != "graph":
-        for flag in ("scan", "split", "remat", "fsdp", "replicas", "devices", "coordinator", "num_processes", "process_id", "topology", "kernels",
-                     "splash", "fused_ce", "paired_gmm", "libtpu_init_flags", "print_graph", "print_sharding"):
+        for flag in ("scan", "split", "remat", "offload", "grad_accum", "fsdp", "replicas", "devices", "coordinator", "num_processes",
+                     "process_id", "topology", "kernels", "splash", "fused_ce", "paired_gmm", "libtpu_init_flags", "profile",
+                     "print_graph", "print_sharding"):
             if getattr(args, flag) != p.get_default(flag):
                 raise UsageError(f"--{flag.replace('_', '-')} needs --mode graph (got --mode {args.mode})")
     if args.eager_strict and args.mode != "eager" or args.device and args.mode == "graph":
@@ -404,7 +414,7 @@ def train(args):
     peak = CHIPS.get(device.device_kind, (None, None))[1]
     keeps_metrics = args.metrics and jax.process_index() == 0
     out = open(args.metrics, "x") if keeps_metrics else contextlib.nullcontext()
-    rates = []
+    rates, profile = [], args.profile and profiling.Profile(args.profile_dir, *map(int, args.profile.split(":")))
     with out:
         for number, state, metrics, seconds in run_steps(step, state, dataset, mesh, args):
             rate = args.batch * args.seq / seconds
@@ -415,6 +425,8 @@ def train(args):
             if keeps_metrics:
                 record = {"step": number, **metrics, "tokens_per_s": rate, "step_s": seconds, "mfu": mfu}
                 print(json.dumps(record), file=out, flush=True)
+            if profile and (text := profile.after(number, state, step)):
+                say(text)
             if not all(map(math.isfinite, metrics.values())):
                 raise UsageError(f"step {number}: {metrics} is not finite; lower --lr (got {args.lr}) or raise --warmup")
 

@@ -1,0 +1,119 @@
+"""Where a step's time goes: a jax.profiler trace, and its answer as text, by kind of work and by the model's lines.
+
+    python train.py --model llama3 --profile            # steps 5 to 7, into profile/
+
+Notable features:
+- the trace opens in xprof and TensorBoard (the folder) and in Perfetto (its trace.json.gz)
+- lowering.py writes "file.py:line function/torch op" into every HLO op's metadata; the trace has a duration for each op
+  of the compiled program; joined by the op's name they give each line's time, forward and backward
+- a fusion counts for the line of its root; loops and calls do not count, what runs inside them does
+"""
+
+import collections
+import glob
+import os
+import re
+import time
+
+import jax
+
+CONTAINERS = ("while", "call", "conditional")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+COPIES = ("copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "reshape", "bitcast")
+# By the torch op: what kernels.py computes, whatever it becomes in XLA.
+TORCH_OPS = {"splash_attention": "attention", "linear_cross_entropy": "loss", "grouped_matmul": "experts"}
+
+HEADER = re.compile(r"(?:ENTRY )?%([\w.-]+) .*\{$")
+OP = re.compile(r"\s+(?:ROOT )?%([\w.-]+) = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(")
+LINE = re.compile(r'([^/";]+\.py:\d+ [^/"]+)/([^/"]+)')
+
+
+class Profile:
+    """Traces steps first to last into a folder. Call after(number, state) when step `number`'s metrics are read, and
+    so step number + 1 has been started and made `state`."""
+
+    def __init__(self, folder, first, last):
+        self.folder, self.first, self.last = folder, first, last
+
+    def after(self, number, state, program):
+        """-> the report's text once the last step is traced, None otherwise."""
+        if number == self.first - 2:
+            jax.block_until_ready(state)
+            self.start = time.perf_counter()
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # the ops are wanted, not this loop's Python
+            jax.profiler.start_trace(self.folder, profiler_options=options)
+        if number == self.last - 1:
+            jax.block_until_ready(state)
+            seconds = time.perf_counter() - self.start
+            jax.profiler.stop_trace()
+            path = max(glob.glob(os.path.join(self.folder, "plugins/profile/*/*.xplane.pb")), key=os.path.getmtime)
+            text = report(durations(path), program.executable.as_text(), self.last - self.first + 1, seconds)
+            with open(os.path.join(os.path.dirname(path), "report.txt"), "w") as f:
+                f.write(text + "\n")
+            return f"{text}\n\nthis and the trace: {os.path.dirname(path)}"
+
+
+def durations(path):
+    """A trace -> {HLO op: nanoseconds}, over all steps and devices."""
+    total = collections.Counter()
+    for plane in jax.profiler.ProfileData.from_file(path).planes:
+        for line in plane.lines:
+            for event in line.events:
+                name = dict(event.stats).get("hlo_op")  # the CPU's; on a TPU the line holds nothing but ops
+                if name or plane.name.startswith("/device:") and line.name == "XLA Ops":
+                    name = re.match(r"%?([\w.-]+)", name or event.name).group(1)
+                    total[name] += event.duration_ns
+    return total
+
+
+def describe(hlo):
+    """Optimized HLO text -> {op: (kind, model's line)}; None for ops that only hold others."""
+    ops, matmuls, computation = {}, set(), None
+    for text in hlo.splitlines():
+        if header := HEADER.match(text):
+            computation = header.group(1)
+        elif op := OP.match(text):
+            name, opcode = op.groups()
+            calls = re.search(r"calls=%([\w.-]+)", text)
+            matmul = opcode in ("dot", "convolution") or calls and calls.group(1) in matmuls  # those come before their callers
+            if matmul:
+                matmuls.add(computation)
+            lines = LINE.findall(text)  # the innermost is the last: a layer's line within its loop's
+            line, torch_op = lines[-1] if lines else ("(made by the compiler)", "")
+            ops[name] = None if opcode in CONTAINERS else (kind_of(name, opcode, matmul, line, torch_op), line)
+    return ops
+
+
+def kind_of(name, opcode, matmul, line, torch_op):
+    if opcode.startswith(COLLECTIVES):
+        return "collectives"
+    for op, kind in TORCH_OPS.items():
+        if op in torch_op:
+            return kind
+    if matmul:
+        return "matmul"
+    if "AdamW" in line:
+        return "optimizer"
+    if opcode.startswith(COPIES) or opcode == "fusion" and re.match(r"(?:(?:copy|transpose|bitcast|slice)_?)+_fusion", name):
+        return "copies"
+    return "elementwise and reductions"
+
+
+def report(total, hlo, steps, seconds):
+    """{HLO op: nanoseconds} of so many steps -> text. Shares are of the ops' time, all devices together."""
+    ops, other = describe(hlo), ("other programs", "(not in the step)")
+    rows = [(ns / 1e6 / steps, *ops.get(name, other), name) for name, ns in total.items() if ops.get(name, other)]
+    whole = sum(row[0] for row in rows)
+
+    def table(title, label, top):
+        by = collections.Counter()
+        for row in rows:
+            by[label(row)] += row[0]
+        shown = by.most_common(top)
+        shown += [("the rest", whole - sum(ms for _, ms in shown))] * (len(by) > top)
+        return ["", f"{title:62} share  ms a step", *(f"{label:62} {ms / whole:5.1%} {ms:10.3f}" for label, ms in shown)]
+
+    return "\n".join([f"{steps} steps traced: {seconds / steps * 1e3:.1f} ms a step, {whole:.1f} ms of ops",
+                      *table("by kind", lambda row: row[1], 20), *table("by line, forward and backward", lambda row: row[2], 25),
+                      *table("by op", lambda row: f"{row[3][:28]:29}{row[2]}"[:62], 15)])
