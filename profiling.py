@@ -48,7 +48,7 @@ class Profile:
             seconds = time.perf_counter() - self.start
             jax.profiler.stop_trace()
             path = max(glob.glob(os.path.join(self.folder, "plugins/profile/*/*.xplane.pb")), key=os.path.getmtime)
-            text = report(durations(path), program.executable.as_text(), self.last - self.first + 1, seconds)
+            text = report(durations(path), program.pieces[0].executable.as_text(), self.last - self.first + 1, seconds)
             with open(os.path.join(os.path.dirname(path), "report.txt"), "w") as f:
                 f.write(text + "\n")
             return f"{text}\n\nthis and the trace: {os.path.dirname(path)}"

@@ -163,6 +163,8 @@ def parse_args(argv):
         span = re.fullmatch(r"(\d+):(\d+)", args.profile)
         if not span or not 3 <= int(span[1]) <= int(span[2]) <= args.steps:
             raise UsageError(f"--profile {args.profile} must be START:STOP, from step 3 (two to warm up) to --steps {args.steps}")
+        if args.split:
+            raise UsageError("--profile reads one program: leave out --split")
     if args.mode != "graph":
         for flag in ("scan", "split", "remat", "offload", "grad_accum", "fsdp", "replicas", "devices", "coordinator", "num_processes",
                      "process_id", "topology", "kernels", "splash", "fused_ce", "paired_gmm", "libtpu_init_flags", "profile",
@@ -398,7 +400,8 @@ def train(args):
         step, evaluate = build_programs(args, model, opt, device_mesh, mesh)
     if args.print_graph:
         return print(step.graph.readable())
-    check_host_memory(step, args)
+    if args.mode == "graph":
+        check_host_memory(step, args)
     with phase("lowering"):
         step.lower()
         evaluate.lower()

@@ -88,6 +88,8 @@ BAD = {
     "--device xla": "--device with --mode eager or compile (got --mode graph)",
     "--mode compile --device tpu": "--device tpu needs a TPU and torch_tpu, which is not installed: pip install torch_tpu",
     "--profile 2:4": "--profile 2:4 must be START:STOP, from step 3 (two to warm up) to --steps 250",
+    "--profile --split": "--profile reads one program: leave out --split",
+    "--grad-accum 2 --mode eager": "--grad-accum needs --mode graph (got --mode eager)",
     "--profile 5:9 --steps 8": "--profile 5:9 must be START:STOP, from step 3 (two to warm up) to --steps 8",
     "--steps 0": "argument --steps: 0 is not a positive number",
     "--lr -1": "argument --lr: -1 is not a positive number",
