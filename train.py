@@ -168,7 +168,7 @@ def parse_args(argv):
     if args.mode != "graph":
         for flag in ("scan", "split", "remat", "offload", "grad_accum", "fsdp", "replicas", "devices", "coordinator", "num_processes",
                      "process_id", "topology", "kernels", "splash", "fused_ce", "paired_gmm", "libtpu_init_flags", "profile",
-                     "print_graph", "print_sharding"):
+                     "print_graph", "print_sharding", *(name for name in vars(args) if "_block_" in name)):
             if getattr(args, flag) != p.get_default(flag):
                 raise UsageError(f"--{flag.replace('_', '-')} needs --mode graph (got --mode {args.mode})")
     if args.eager_strict and args.mode != "eager" or args.device and args.mode == "graph":
