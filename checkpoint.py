@@ -1,8 +1,9 @@
-"""Weights in and out: Hugging Face folders of any of the models, onto any mesh, scanned or not.
+"""Weights in and out, as Hugging Face folders of any of the models; training states, saved and resumed.
 
     config = read_config("Qwen3-8B", Qwen3)               # from its config.json
     params = load_hf("Qwen3-8B", model, mesh)             # {name: jax.Array}
     save_hf("out", model, params)                         # transformers loads it
+    python train.py --checkpoint DIR [--resume]           # Checkpoints
 
 Notable features:
 - every device's shard is read from the file by itself: no process ever holds the model, nor a whole stack of layers
@@ -10,13 +11,19 @@ Notable features:
   that is wrong is in one error
 - writing holds one tensor at a time, and the folder appears only when it is complete
 - a model file says its own names: `hf_name`, `hf_ignored`, `Config.from_hf`, `Config.to_hf`
+- training states are written in the background by all processes, with digests, and fit any mesh
 """
 
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import shutil
+import signal
+import sys
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -238,3 +245,219 @@ def write_safetensors(path, entries, params, dtype):
         for _, name, lead, _, transposed in entries:
             x = to_host(part(params[name], lead)).astype(DTYPES[dtype])
             f.write(np.ascontiguousarray(x.T if transposed else x).tobytes())
+
+
+# ------------------------------------------------------------------------------- training states, while training
+
+
+class Checkpoints:
+    """The checkpoint folders of a run, perhaps a fast one saved often and a safe one saved rarely.
+
+    tiers: [(folder, save every so many steps)]. run: what has to be the same to go on, flags: what may differ but is
+    said. resume: go on from the newest whole checkpoint of all tiers; else the folders must be new. `step` is the step
+    that it is of, 0 where there is none. Where several processes train as one, all must see the folders and make the
+    same calls. Raises CheckpointError before anything is written.
+    """
+
+    def __init__(self, tiers, keep, run, flags, resume):
+        tiers = [(folder, every) for folder, every in tiers if folder]
+        for folder, _ in tiers:
+            if not resume and os.path.isdir(folder) and os.listdir(folder):
+                raise CheckpointError(f"{folder} is not empty: add --resume to go on from it, or name another folder")
+        self.tiers = [Tier(os.path.abspath(folder), every, keep, {"run": run, "flags": flags}) for folder, every in tiers]
+        self.newest, self.step, self.stopping = None, 0, False
+        if resume:
+            self.find()
+        if tiers and jax.process_count() == 1:  # of several, JAX's preemption service takes the signal
+            signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
+
+    def find(self):
+        damaged = []
+        found = sorted(((step, tier) for tier in self.tiers for step in tier.steps()), key=lambda x: x[0], reverse=True)
+        for step, tier in found:
+            if wrong := tier.damage(step):
+                print(f"warning: checkpoint {tier.path(step)} is damaged ({wrong}): using the one before", file=sys.stderr)
+                damaged.append((step, tier))
+                continue
+            tier.check_run(step)
+            self.newest, self.step = tier, step
+            break
+        if found and not self.newest:
+            raise CheckpointError(f"no checkpoint in {' or '.join(t.folder for t in self.tiers)} is whole: name another folder")
+        for step, tier in damaged:
+            tier.set_aside(step)
+
+    def restore(self, state):
+        """-> the state of `step`, laid out like `state` (on any mesh), whose memory is freed first."""
+        return self.newest.restore(self.step, state) if self.newest else state
+
+    def due(self, step):
+        """Whether to save after this step: its turn, or SIGTERM came (then `stopping`). To be asked once a step."""
+        if self.tiers and jax.process_count() > 1:
+            self.stopping = multihost_utils.reached_preemption_sync_point(step) or self.stopping
+        return self.stopping or any(step % tier.every == 0 for tier in self.tiers)
+
+    def save(self, step, state, last=False):
+        for tier in self.tiers:
+            if last or self.stopping or step % tier.every == 0:
+                tier.save(step, state)
+
+    def close(self):
+        """Waits for the saves in the background. Raises CheckpointError if the last one failed."""
+        if self.tiers and jax.process_count() == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for tier in self.tiers:
+            tier.close()
+
+
+class Tier:
+    """A folder of training states, each written in the background, and whole or not there.
+
+        DIR/00000120/state           orbax's: every process writes the shards of its devices
+        DIR/00000120/run.json        what was trained
+        DIR/00000120/digests.0.json  {file: [bytes, crc32]}, by process
+
+    A save grows as DIR/00000120.unfinished, gets its name last, and only then do older ones go: neither a kill nor a
+    full disk costs the last good one.
+    """
+
+    def __init__(self, folder, every, keep, run):
+        import orbax.checkpoint as ocp  # half a second that only those who save pay
+
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs a traceback of what wait() says in a line
+        self.ocp, self.folder, self.every, self.keep = ocp, folder, every, keep
+        self.run = json.loads(json.dumps(run))
+        self.saving = self.failed = None
+        processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=folder)
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)  # weights hardly shrink
+        self.orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=processes)
+        self.thread = ThreadPoolExecutor(1)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as e:
+            raise CheckpointError(f"{folder}: {e.strerror}") from e
+
+    def path(self, step):
+        return os.path.join(self.folder, f"{step:08}")
+
+    def steps(self):
+        """Of the finished checkpoints, newest first."""
+        return sorted((int(name) for name in os.listdir(self.folder) if name.isdigit()), reverse=True)
+
+    def save(self, step, state):
+        """Returns when the state is on the host, so that the next step may take its memory. Waits for the save before."""
+        self.wait()
+        if step in self.steps():
+            return
+        unfinished = self.path(step) + ".unfinished"
+        try:
+            if jax.process_index() == 0:
+                for name in os.listdir(self.folder):
+                    if name.endswith(".unfinished"):  # a kill's
+                        shutil.rmtree(os.path.join(self.folder, name))
+                os.makedirs(unfinished)
+                write_json(unfinished, "run.json", self.run)
+            self.orbax.save(os.path.join(unfinished, "state"), args=self.ocp.args.PyTreeSave(state))
+        except Exception as e:  # training goes on without this checkpoint, whatever orbax raises
+            return self.fail(step, e)
+        self.saving = step, self.thread.submit(self.finish, step, unfinished)
+
+    def finish(self, step, unfinished):
+        """In the background: digests, the name, and away with what is too old."""
+        index, barrier = jax.process_index(), self.ocp.multihost.get_barrier_sync_fn()
+        self.orbax.wait_until_finished()
+        own = contents(unfinished)[index::jax.process_count()]
+        write_json(unfinished, f"digests.{index}.json", {name: digest(os.path.join(unfinished, name)) for name in own})
+        barrier(key=f"{unfinished} has its digests", timeout_ms=20 * 60 * 1000)
+        if index == 0:
+            os.rename(unfinished, self.path(step))
+            for old in self.steps()[self.keep:]:
+                os.rename(self.path(old), self.path(old) + ".unfinished")  # at once, where deleting file by file is not
+                shutil.rmtree(self.path(old) + ".unfinished")
+
+    def wait(self):
+        """For the save in the background. Warns if it failed."""
+        if self.saving:
+            (step, future), self.saving, self.failed = self.saving, None, None
+            try:
+                future.result()
+            except Exception as e:
+                self.fail(step, e)
+
+    def fail(self, step, error):
+        if jax.process_index() == 0:
+            shutil.rmtree(self.path(step) + ".unfinished", ignore_errors=True)  # room for the next try
+        last = self.path(self.steps()[0]) if self.steps() else "none"
+        self.failed = f"checkpoint {self.path(step)} could not be written ({one_line(error)}); the last good one is {last}"
+        print(f"warning: {self.failed}", file=sys.stderr)
+
+    def close(self):
+        self.wait()
+        self.orbax.close()
+        self.thread.shutdown()
+        if self.failed:
+            raise CheckpointError(self.failed)
+
+    def damage(self, step):
+        """-> what is wrong with a checkpoint's files, "" if nothing. Several processes share the reading."""
+        folder = self.path(step)
+        try:
+            names, digests = contents(folder), {}
+            for i in range(len(os.listdir(folder))):
+                if os.path.exists(os.path.join(folder, f"digests.{i}.json")):
+                    digests |= read_json(folder, f"digests.{i}.json")
+            wrong = sorted(set(names) ^ digests.keys()) or [
+                name for name in names[jax.process_index()::jax.process_count()]
+                if digest(os.path.join(folder, name)) != digests[name]]
+            wrong = ", ".join(wrong)
+        except (OSError, TypeError, ValueError, CheckpointError) as e:
+            wrong = one_line(e)
+        if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(bool(wrong))).any():
+            return wrong or "another process found it"
+        return wrong
+
+    def check_run(self, step):
+        saved = read_json(self.path(step), "run.json")
+        differ = {part: [f"{k} is {saved[part].get(k)} there and {v} here" for k, v in self.run[part].items()
+                         if saved[part].get(k) != v] for part in ("run", "flags")}
+        if differ["run"]:
+            raise CheckpointError(f"--resume: {self.path(step)} is of another run: {'; '.join(differ['run'])}")
+        if differ["flags"] and jax.process_index() == 0:
+            print(f"note: resuming {self.path(step)} with other flags: {'; '.join(differ['flags'])}")
+
+    def set_aside(self, step):
+        """Frees the name of a damaged checkpoint, for its step will be saved again."""
+        if jax.process_index() == 0:
+            shutil.rmtree(self.path(step) + ".damaged", ignore_errors=True)
+            os.rename(self.path(step), self.path(step) + ".damaged")
+
+    def restore(self, step, state):
+        wanted = jax.tree.map(lambda x: self.ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), state)
+        jax.tree.map(lambda x: x.delete(), state)
+        saved = self.orbax.restore(os.path.join(self.path(step), "state"),
+                                   args=self.ocp.args.PyTreeRestore(restore_args=wanted))
+        return in_order_of(state, saved)
+
+
+def in_order_of(tree, other):
+    """Nested dictionaries' values in another's order of keys, which is that of a Program's arguments."""
+    return {k: in_order_of(v, other[k]) for k, v in tree.items()} if isinstance(tree, dict) else other
+
+
+def contents(folder):
+    """Paths within a checkpoint of all files but the digests."""
+    names = [os.path.relpath(os.path.join(path, name), folder) for path, _, files in os.walk(folder) for name in files]
+    return sorted(name for name in names if not name.startswith("digests."))
+
+
+def digest(path):
+    """-> [bytes, crc32] of a file."""
+    crc = 0
+    with open(path, "rb") as f:
+        while block := f.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+        return [f.tell(), crc]
+
+
+def one_line(error):
+    return (str(error).splitlines() or [type(error).__name__])[0]
