@@ -15,6 +15,7 @@ Notable features:
 """
 
 import dataclasses
+import glob
 import itertools
 import json
 import logging
@@ -253,61 +254,70 @@ def write_safetensors(path, entries, params, dtype):
 class Checkpoints:
     """The checkpoint folders of a run, perhaps a fast one saved often and a safe one saved rarely.
 
-    tiers: [(folder, save every so many steps)]. run: what has to be the same to go on, flags: what may differ but is
-    said. resume: go on from the newest whole checkpoint of all tiers; else the folders must be new. `step` is the step
-    that it is of, 0 where there is none. Where several processes train as one, all must see the folders and make the
-    same calls. Raises CheckpointError before anything is written.
+    tiers: [(folder or None, save every so many steps)]. run: what must be the same to go on, flags: what may differ but is said.
+    resume: go on from the newest whole checkpoint of all tiers; else the folders must be new. `step` is the step it
+    was saved after, 0 where there never was one. Where several processes train as one, all must see the folders and
+    make the same calls. Raises CheckpointError before anything is written.
     """
 
     def __init__(self, tiers, keep, run, flags, resume):
-        tiers = [(folder, every) for folder, every in tiers if folder]
-        for folder, _ in tiers:
-            if not resume and os.path.isdir(folder) and os.listdir(folder):
-                raise CheckpointError(f"{folder} is not empty: add --resume to go on from it, or name another folder")
-        self.tiers = [Tier(os.path.abspath(folder), every, keep, {"run": run, "flags": flags}) for folder, every in tiers]
+        self.tiers = [Tier(os.path.abspath(folder), every, keep, [run, flags]) for folder, every in tiers if folder]
         self.newest, self.step, self.stopping = None, 0, False
+        for tier in self.tiers:
+            if not resume and os.path.isdir(tier.folder) and os.listdir(tier.folder):
+                raise CheckpointError(f"{tier.folder} is not empty: add --resume to go on from it, or name another folder")
+        if len({tier.folder for tier in self.tiers}) < len(self.tiers):
+            raise CheckpointError(f"--local-checkpoint {self.tiers[0].folder} is --checkpoint's: name another folder")
         if resume:
             self.find()
-        if tiers and jax.process_count() == 1:  # of several, JAX's preemption service takes the signal
+        try:
+            for tier in self.tiers:
+                os.makedirs(tier.folder, exist_ok=True)
+        except OSError as e:
+            raise CheckpointError(f"checkpoints cannot be written: {e}") from e
+        if self.tiers and jax.process_count() == 1:  # of several, JAX's preemption service takes the signal
             signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
 
     def find(self):
+        found = sorted(((step, i) for i, tier in enumerate(self.tiers) for step in tier.steps()), reverse=True)
         damaged = []
-        found = sorted(((step, tier) for tier in self.tiers for step in tier.steps()), key=lambda x: x[0], reverse=True)
-        for step, tier in found:
-            if wrong := tier.damage(step):
-                print(f"warning: checkpoint {tier.path(step)} is damaged ({wrong}): using the one before", file=sys.stderr)
-                damaged.append((step, tier))
-                continue
-            tier.check_run(step)
-            self.newest, self.step = tier, step
-            break
+        for step, i in found:
+            if not (wrong := self.tiers[i].damage(step)):
+                self.tiers[i].check_run(step)
+                self.newest, self.step = self.tiers[i], step
+                break
+            damaged.append(self.tiers[i].path(step))
+            print(f"warning: checkpoint {damaged[-1]} is damaged ({wrong}): trying the one before it", file=sys.stderr)
         if found and not self.newest:
-            raise CheckpointError(f"no checkpoint in {' or '.join(t.folder for t in self.tiers)} is whole: name another folder")
-        for step, tier in damaged:
-            tier.set_aside(step)
+            raise CheckpointError("--resume: none of the checkpoints is whole: name another folder to start again")
+        for path in damaged if jax.process_index() == 0 else []:  # their steps will be saved again
+            shutil.rmtree(f"{path}.damaged", ignore_errors=True)
+            os.rename(path, f"{path}.damaged")
 
     def restore(self, state):
-        """-> the state of `step`, laid out like `state` (on any mesh), whose memory is freed first."""
-        return self.newest.restore(self.step, state) if self.newest else state
+        """-> the saved state on the devices of `state`, on whatever mesh; frees the memory of `state` first."""
+        return self.newest.restore(self.step, state)
 
     def due(self, step):
-        """Whether to save after this step: its turn, or SIGTERM came (then `stopping`). To be asked once a step."""
+        """Whether to save after this step: it is its turn, or SIGTERM came (`stopping`). To be asked once a step."""
         if self.tiers and jax.process_count() > 1:
             self.stopping = multihost_utils.reached_preemption_sync_point(step) or self.stopping
         return self.stopping or any(step % tier.every == 0 for tier in self.tiers)
 
-    def save(self, step, state, last=False):
+    def save(self, step, state, last):
         for tier in self.tiers:
             if last or self.stopping or step % tier.every == 0:
                 tier.save(step, state)
 
     def close(self):
         """Waits for the saves in the background. Raises CheckpointError if the last one failed."""
+        for tier in self.tiers:
+            tier.wait()
+            tier.orbax.close()
         if self.tiers and jax.process_count() == 1:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for tier in self.tiers:
-            tier.close()
+        if failed := [tier.failed for tier in self.tiers if tier.failed]:
+            raise CheckpointError("; ".join(failed))
 
 
 class Tier:
@@ -324,56 +334,49 @@ class Tier:
     def __init__(self, folder, every, keep, run):
         import orbax.checkpoint as ocp  # half a second that only those who save pay
 
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs a traceback of what wait() says in a line
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs a traceback of what fail() says in a line
         self.ocp, self.folder, self.every, self.keep = ocp, folder, every, keep
-        self.run = json.loads(json.dumps(run))
+        self.run = json.loads(json.dumps(run))  # tuples are lists in a file
         self.saving = self.failed = None
         processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=folder)
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)  # weights hardly shrink
         self.orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=processes)
         self.thread = ThreadPoolExecutor(1)
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as e:
-            raise CheckpointError(f"{folder}: {e.strerror}") from e
 
     def path(self, step):
         return os.path.join(self.folder, f"{step:08}")
 
     def steps(self):
-        """Of the finished checkpoints, newest first."""
-        return sorted((int(name) for name in os.listdir(self.folder) if name.isdigit()), reverse=True)
+        """After which there are checkpoints, newest first."""
+        names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
+        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def save(self, step, state):
         """Returns when the state is on the host, so that the next step may take its memory. Waits for the save before."""
         self.wait()
-        if step in self.steps():
-            return
         unfinished = self.path(step) + ".unfinished"
         try:
             if jax.process_index() == 0:
-                for name in os.listdir(self.folder):
-                    if name.endswith(".unfinished"):  # a kill's
-                        shutil.rmtree(os.path.join(self.folder, name))
-                os.makedirs(unfinished)
+                for path in glob.glob(os.path.join(glob.escape(self.folder), "*.unfinished")):  # a kill's
+                    shutil.rmtree(path)
+                os.mkdir(unfinished)
                 write_json(unfinished, "run.json", self.run)
             self.orbax.save(os.path.join(unfinished, "state"), args=self.ocp.args.PyTreeSave(state))
-        except Exception as e:  # training goes on without this checkpoint, whatever orbax raises
-            return self.fail(step, e)
-        self.saving = step, self.thread.submit(self.finish, step, unfinished)
+            self.saving = step, self.thread.submit(self.finish, step, unfinished)
+        except Exception as e:  # whatever orbax raises, training goes on without this checkpoint
+            self.fail(step, e)
 
     def finish(self, step, unfinished):
-        """In the background: digests, the name, and away with what is too old."""
-        index, barrier = jax.process_index(), self.ocp.multihost.get_barrier_sync_fn()
+        """In the background: the digests, the name, and away with what is too old."""
         self.orbax.wait_until_finished()
-        own = contents(unfinished)[index::jax.process_count()]
-        write_json(unfinished, f"digests.{index}.json", {name: digest(os.path.join(unfinished, name)) for name in own})
-        barrier(key=f"{unfinished} has its digests", timeout_ms=20 * 60 * 1000)
+        index, names = jax.process_index(), contents(unfinished)[jax.process_index()::jax.process_count()]
+        write_json(unfinished, f"digests.{index}.json", {name: digest(os.path.join(unfinished, name)) for name in names})
+        self.ocp.multihost.get_barrier_sync_fn()(key=f"{unfinished} has its digests", timeout_ms=20 * 60 * 1000)
         if index == 0:
             os.rename(unfinished, self.path(step))
-            for old in self.steps()[self.keep:]:
-                os.rename(self.path(old), self.path(old) + ".unfinished")  # at once, where deleting file by file is not
-                shutil.rmtree(self.path(old) + ".unfinished")
+            for old in map(self.path, self.steps()[self.keep:]):
+                os.rename(old, f"{old}.unfinished")  # at once; a kill can come between the files
+                shutil.rmtree(f"{old}.unfinished")
 
     def wait(self):
         """For the save in the background. Warns if it failed."""
@@ -386,57 +389,40 @@ class Tier:
 
     def fail(self, step, error):
         if jax.process_index() == 0:
-            shutil.rmtree(self.path(step) + ".unfinished", ignore_errors=True)  # room for the next try
-        last = self.path(self.steps()[0]) if self.steps() else "none"
-        self.failed = f"checkpoint {self.path(step)} could not be written ({one_line(error)}); the last good one is {last}"
+            shutil.rmtree(self.path(step) + ".unfinished", ignore_errors=True)  # room for the next one
+        good = self.path(self.steps()[0]) if self.steps() else "none"
+        self.failed = f"checkpoint {self.path(step)} could not be written ({error}); the last good one: {good}".replace("\n", " ")
         print(f"warning: {self.failed}", file=sys.stderr)
-
-    def close(self):
-        self.wait()
-        self.orbax.close()
-        self.thread.shutdown()
-        if self.failed:
-            raise CheckpointError(self.failed)
 
     def damage(self, step):
         """-> what is wrong with a checkpoint's files, "" if nothing. Several processes share the reading."""
         folder = self.path(step)
         try:
             names, digests = contents(folder), {}
-            for i in range(len(os.listdir(folder))):
-                if os.path.exists(os.path.join(folder, f"digests.{i}.json")):
-                    digests |= read_json(folder, f"digests.{i}.json")
-            wrong = sorted(set(names) ^ digests.keys()) or [
+            for path in glob.glob(os.path.join(glob.escape(folder), "digests.*")):
+                digests |= read_json(folder, os.path.basename(path))
+            wrong = ", ".join(sorted(set(names) ^ digests.keys()) or [
                 name for name in names[jax.process_index()::jax.process_count()]
-                if digest(os.path.join(folder, name)) != digests[name]]
-            wrong = ", ".join(wrong)
+                if digest(os.path.join(folder, name)) != digests[name]])
         except (OSError, TypeError, ValueError, CheckpointError) as e:
-            wrong = one_line(e)
+            wrong = str(e)
         if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(bool(wrong))).any():
-            return wrong or "another process found it"
+            return wrong or "says another process"
         return wrong
 
     def check_run(self, step):
-        saved = read_json(self.path(step), "run.json")
-        differ = {part: [f"{k} is {saved[part].get(k)} there and {v} here" for k, v in self.run[part].items()
-                         if saved[part].get(k) != v] for part in ("run", "flags")}
-        if differ["run"]:
-            raise CheckpointError(f"--resume: {self.path(step)} is of another run: {'; '.join(differ['run'])}")
-        if differ["flags"] and jax.process_index() == 0:
-            print(f"note: resuming {self.path(step)} with other flags: {'; '.join(differ['flags'])}")
-
-    def set_aside(self, step):
-        """Frees the name of a damaged checkpoint, for its step will be saved again."""
-        if jax.process_index() == 0:
-            shutil.rmtree(self.path(step) + ".damaged", ignore_errors=True)
-            os.rename(self.path(step), self.path(step) + ".damaged")
+        run, flags = ([f"{k} was {saved.get(k)} and is now {v}" for k, v in now.items() if saved.get(k) != v]
+                      for saved, now in zip(read_json(self.path(step), "run.json"), self.run))
+        if run:
+            raise CheckpointError(f"--resume: {self.path(step)} is another run's: {'; '.join(run)}")
+        if flags and jax.process_index() == 0:
+            print(f"note: --resume with other flags: {'; '.join(flags)}")
 
     def restore(self, step, state):
-        wanted = jax.tree.map(lambda x: self.ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), state)
+        wanted = jax.tree.map(lambda x: self.ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype), state)
         jax.tree.map(lambda x: x.delete(), state)
-        saved = self.orbax.restore(os.path.join(self.path(step), "state"),
-                                   args=self.ocp.args.PyTreeRestore(restore_args=wanted))
-        return in_order_of(state, saved)
+        args = self.ocp.args.PyTreeRestore(restore_args=wanted)
+        return in_order_of(state, self.orbax.restore(os.path.join(self.path(step), "state"), args=args))
 
 
 def in_order_of(tree, other):
@@ -457,7 +443,3 @@ def digest(path):
         while block := f.read(1 << 24):
             crc = zlib.crc32(block, crc)
         return [f.tell(), crc]
-
-
-def one_line(error):
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -30,6 +30,7 @@ class RunLog:
     def __init__(self):
         self.start, self.productive, self.lost_s = time.perf_counter(), 0.0, collections.Counter()
         self.metrics = self.events = self.recorder = None
+        self.stepped = False
 
     def open(self, args, done):
         """args: train.py's. done: steps that a resumed run has done."""
@@ -70,7 +71,7 @@ class RunLog:
         yield
         end = datetime.datetime.now(datetime.timezone.utc)
         self.lost_s[what] += (end - start).total_seconds()
-        if self.recorder and self.productive:  # what comes before the first step is its "training preparation"
+        if self.recorder and self.stepped:  # what comes before the first step is its "training preparation"
             self.recorder.record_custom_badput_event_start_time(start, what)
             self.recorder.record_custom_badput_event_end_time(end, what)
 
@@ -79,7 +80,7 @@ class RunLog:
         seconds = record["step_s"]
         if self.recorder:
             start = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=seconds)
-            if not self.productive:
+            if not self.stepped:
                 self.recorder.record_training_preparation_end_time(start)
             self.recorder.record_step_start_time(step, start)
         if step <= self.done_before:
@@ -87,6 +88,7 @@ class RunLog:
         else:
             self.lost_s["data"] += waited
             self.productive += seconds - waited
+        self.stepped = True
         goodput, lost = self.goodput()
         if self.metrics:
             self.metrics.write(json.dumps({"step": step, **record, "goodput": goodput, "lost_s": lost}).encode() + b"\n")

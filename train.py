@@ -393,7 +393,7 @@ def train(args):
     tiers = [(args.checkpoint, args.save_every), (args.local_checkpoint, args.local_save_every)]
     run = {name: getattr(args, name) for name in ("model", "scan", "batch", "seq", "seed")} | dataclasses.asdict(config)
     flags = {name: getattr(args, name) for name in ("steps", "lr", "warmup", "weight_decay", "clip", "dtype")}
-    with log.lost("restart"):
+    with log.lost("restart" if args.resume else "checkpoint"):
         saves = checkpoint.Checkpoints(tiers, args.keep, run, flags | {"data": str(dataset)}, args.resume)
 
     opt = graph_trainer.AdamW(lr=args.lr, min_lr=args.lr / 10, warmup=args.warmup, steps=args.steps,
@@ -422,7 +422,8 @@ def train(args):
     def validate(params):
         with log.lost("validation"):
             return statistics.mean(
-                float(evaluate(params, lowering.shard_batch(lambda rows: {k: x[rows] for k, x in b.items()}, (args.batch, args.seq), mesh)))
+                float(evaluate(params, lowering.shard_batch(lambda rows: {k: x[rows] for k, x in b.items()},
+                                                            (args.batch, args.seq), mesh)))
                 for b in dataset.val_batches(args.batch, args.val_batches))
 
     def wanted(number):  # the state after this step
