@@ -20,6 +20,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -334,7 +335,9 @@ class Tier:
     def __init__(self, folder, every, keep, run):
         import orbax.checkpoint as ocp  # half a second that only those who save pay
 
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs a traceback of what fail() says in a line
+        # What fail() says in a line, orbax logs as a traceback, and so does each array whose write ends after orbax gave up.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        sys.unraisablehook = lambda e: "Event loop is closed" in str(e.exc_value) or sys.__unraisablehook__(e)
         self.ocp, self.folder, self.every, self.keep = ocp, folder, every, keep
         self.run = json.loads(json.dumps(run))  # tuples are lists in a file
         self.saving = self.failed = None
@@ -390,9 +393,10 @@ class Tier:
     def fail(self, step, error):
         if jax.process_index() == 0:
             shutil.rmtree(self.path(step) + ".unfinished", ignore_errors=True)  # room for the next one
+        why = re.search(r"[^:]*(?= \[os_error_code)", str(error)) or re.search(".*", str(error))  # tensorstore's, or anybody's
+        self.failed = f"checkpoint {self.path(step)} could not be written ({why.group().strip()})"
         good = self.path(self.steps()[0]) if self.steps() else "none"
-        self.failed = f"checkpoint {self.path(step)} could not be written ({error}); the last good one: {good}".replace("\n", " ")
-        print(f"warning: {self.failed}", file=sys.stderr)
+        print(f"warning: {self.failed}; the last good one: {good}", file=sys.stderr)
 
     def damage(self, step):
         """-> what is wrong with a checkpoint's files, "" if nothing. Several processes share the reading."""

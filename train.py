@@ -443,6 +443,7 @@ def train(args):
             + (f"  validation loss {loss:.4f}" if due else ""))
         log.step(number, metrics | {"tokens_per_s": rate, "step_s": seconds, "mfu": mfu, "validation_loss": loss}, waited)
         if not all(map(math.isfinite, metrics.values())):
+            saves.close()
             raise UsageError(f"step {number}: {metrics} is not finite; lower --lr (got {args.lr}) or raise --warmup")
         reached = due and args.target_loss and loss <= args.target_loss
         if state:
