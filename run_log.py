@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import json
 import os
-import time
 
 import jax
 
@@ -24,13 +23,17 @@ class LogError(Exception):
     """A file or library of the log is not there; the message is one line that names the flag and the fix."""
 
 
+def now():
+    return datetime.datetime.now(datetime.timezone.utc)
+
+
 class RunLog:
     """Starts the clock; open() the files when nothing is wrong any more. Every process calls it, process 0 writes."""
 
     def __init__(self):
-        self.start, self.productive, self.lost_s = time.perf_counter(), 0.0, collections.Counter()
-        self.metrics = self.events = self.recorder = None
+        self.start, self.productive, self.lost_s = now(), 0.0, collections.Counter()
         self.stepped = False
+        self.metrics = self.events = self.recorder = None
 
     def open(self, args, done):
         """args: train.py's. done: steps that a resumed run has done."""
@@ -44,8 +47,8 @@ class RunLog:
             except Exception as e:  # not there, or Google Cloud is not
                 raise LogError(f"--goodput {args.goodput}: {e}: pip install ml-goodput-measurement, and log in to Google "
                                "Cloud, or leave it out") from e
-            self.recorder.record_job_start_time()
-            self.recorder.record_training_preparation_start_time()
+            self.recorder.record_job_start_time(self.start)
+            self.recorder.record_training_preparation_start_time(self.start)
         if args.metrics:
             self.metrics = open(args.metrics, "a+b" if args.resume else "xb")
             self.done_before = self.cut(done)
@@ -67,28 +70,28 @@ class RunLog:
     @contextlib.contextmanager
     def lost(self, what):
         """Around what is not training."""
-        start = datetime.datetime.now(datetime.timezone.utc)
+        start = now()
         yield
-        end = datetime.datetime.now(datetime.timezone.utc)
-        self.lost_s[what] += (end - start).total_seconds()
+        self.lost_s[what] += (now() - start).total_seconds()
         if self.recorder and self.stepped:  # what comes before the first step is its "training preparation"
             self.recorder.record_custom_badput_event_start_time(start, what)
-            self.recorder.record_custom_badput_event_end_time(end, what)
+            self.recorder.record_custom_badput_event_end_time(now(), what)
 
-    def step(self, step, record, waited):
-        """record: step_s, what the step took, and more. waited: how many seconds of it the device had no data, at most."""
-        seconds = record["step_s"]
+    def step(self, step, seconds, waited):
+        """When a step has ended. waited: how many of its seconds the device had no data, at most."""
         if self.recorder:
-            start = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=seconds)
+            start = now() - datetime.timedelta(seconds=seconds)
             if not self.stepped:
                 self.recorder.record_training_preparation_end_time(start)
             self.recorder.record_step_start_time(step, start)
+        self.stepped = True
         if step <= self.done_before:
             self.lost_s["restart"] += seconds
         else:
             self.lost_s["data"] += waited
             self.productive += seconds - waited
-        self.stepped = True
+
+    def write(self, step, record):
         goodput, lost = self.goodput()
         if self.metrics:
             self.metrics.write(json.dumps({"step": step, **record, "goodput": goodput, "lost_s": lost}).encode() + b"\n")
@@ -100,7 +103,7 @@ class RunLog:
 
     def goodput(self):
         """-> the share of wall time that went into new steps, {what the other seconds went into: seconds}"""
-        wall = time.perf_counter() - self.start
+        wall = (now() - self.start).total_seconds()
         other = wall - self.productive - self.lost_s.total()
         return self.productive / wall, {k: round(s, 3) for k, s in [*self.lost_s.items(), ("other", other)]}
 

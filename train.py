@@ -433,6 +433,7 @@ def train(args):
     peak = CHIPS.get(device.device_kind, (None, None))[1]
     rates, loss = [], None
     for number, state, metrics, seconds, waited in run_steps(step, state, dataset, mesh, args, saves.step, wanted):
+        log.step(number, seconds, waited)
         rate = args.batch * args.seq / seconds
         rates.append(rate)
         mfu = flops * rate / peak if peak else None
@@ -441,7 +442,7 @@ def train(args):
         say(f"step {number:5d}  loss {metrics['loss']:.4f}  grad_norm {metrics['grad_norm']:.3f}  "
             f"lr {metrics['lr']:.2e}  {rate:,.0f} tokens/s" + (f"  mfu {mfu:.1%}" if mfu else "")
             + (f"  validation loss {loss:.4f}" if due else ""))
-        log.step(number, metrics | {"tokens_per_s": rate, "step_s": seconds, "mfu": mfu, "validation_loss": loss}, waited)
+        log.write(number, metrics | {"tokens_per_s": rate, "step_s": seconds, "mfu": mfu, "validation_loss": loss})
         if not all(map(math.isfinite, metrics.values())):
             saves.close()
             raise UsageError(f"step {number}: {metrics} is not finite; lower --lr (got {args.lr}) or raise --warmup")

@@ -19,7 +19,7 @@ import train
 from conftest import ROOT
 
 SMALL = ["--layers", "1", "--batch", "8", "--seq", "32", "--data", os.path.join(ROOT, "llama3.py")]
-KILLS = int(os.environ.get("KILLS", 30))
+KILLS = int(os.environ.get("KILLS", 5))  # 30 take minutes
 
 
 def records(path):
@@ -155,24 +155,25 @@ def newest(folder):
 
 
 def test_a_run_that_is_killed_at_random_moments_equals_the_uninterrupted_one(tmp_path):
-    """KILLS times SIGKILL: within half a second of a new step, or (1 in 5) of the start. A fast folder is written after every
-    third step and another after every fifth, so that most kills come during saves and some between them."""
+    """KILLS times SIGKILL: within half a second of a new step, or (1 in 5) of the start. By turns a fast folder is written
+    after every step, so that the kill comes during a save, and after every eighth, so that it perhaps does not."""
     metrics, steps, rng = tmp_path / "m.jsonl", 6 * KILLS, random.Random(KILLS)
     flags = [*SMALL, "--batch", "2", "--steps", str(steps), "--metrics"]
     start(*flags, str(tmp_path / "run.jsonl")).join()
     flags += [str(metrics), "--checkpoint", str(tmp_path / "ckpt"), "--save-every", "5",
-              "--local-checkpoint", str(tmp_path / "fast"), "--local-save-every", "3", "--resume"]
+              "--local-checkpoint", str(tmp_path / "fast"), "--resume"]
     during = whole = 0
     for kill in range(KILLS):
         done = records(metrics)[-1]["step"] if metrics.exists() and metrics.stat().st_size else 0
-        process = start(*flags)
+        unfinished = {os.stat(path).st_ino for path in tmp_path.glob("*/*.unfinished")}
+        process = start(*flags, "--local-save-every", "1" if kill % 2 else "8")
         if kill % 5 < 4:
             wait_for_steps(metrics, done + 1, process.is_alive)
         time.sleep(rng.uniform(0, 0.5 if kill % 5 < 4 else 5))
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL, "it ended before it was killed"
-        during += bool(list(tmp_path.glob("*/*.unfinished")))
+        during += bool({os.stat(path).st_ino for path in tmp_path.glob("*/*.unfinished")} - unfinished)
         assert newest(tmp_path) >= whole, "a kill cost the last complete checkpoint"
         whole = newest(tmp_path)
     print(f"{KILLS} kills up to step {whole}, {during} of them during a save")
@@ -180,7 +181,7 @@ def test_a_run_that_is_killed_at_random_moments_equals_the_uninterrupted_one(tmp
     process.join()
     assert process.exitcode == 0
     assert losses(metrics) == losses(tmp_path / "run.jsonl")
-    assert 0 < during < KILLS or KILLS < 10
+    assert 0 < during < KILLS
 
 
 def test_sigterm_saves_and_exits_with_143(tmp_path, saved):
