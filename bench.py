@@ -189,8 +189,9 @@ def bench_save(args):
         if saver.failed:
             sys.exit(saver.failed)
     off, on = (statistics.median(seconds[saves]) for saves in (False, True))
-    print(f"{args.model} {args.size}, {args.batch} x {args.seq} tokens; a save of {12e-6 * sum(p.size for p in params.values()):,.0f} MB "
-          f"every {args.every} steps, {args.rounds} interleaved rounds\nstep {off * 1e3:.1f} ms without, {on * 1e3:.1f} ms with: "
+    size = 12e-6 * sum(p.size for p in params.values())  # weights and both moments, fp32
+    print(f"{args.model} {args.size}, {args.batch} x {args.seq} tokens; a save of {size:,.0f} MB every {args.every} steps, "
+          f"{args.rounds} interleaved rounds\nstep {off * 1e3:.1f} ms without, {on * 1e3:.1f} ms with: "
           f"{on / off - 1:+.1%}; of that the loop waited {statistics.median(blocked) * 1e3:.1f} ms a save")
 
 

@@ -392,7 +392,7 @@ def train(args):
         return print_sharding(model)
     tiers = [(args.checkpoint, args.save_every), (args.local_checkpoint, args.local_save_every)]
     run = {name: getattr(args, name) for name in ("model", "scan", "batch", "seq", "seed")} | dataclasses.asdict(config)
-    flags = {name: getattr(args, name) for name in ("steps", "lr", "warmup", "weight_decay", "clip", "dtype")}
+    flags = {name: getattr(args, name) for name in ("steps", "lr", "warmup", "weight_decay", "clip", "dtype", "grad_accum")}
     with log.lost("restart" if args.resume else "checkpoint"):
         saves = checkpoint.Checkpoints(tiers, args.keep, run, flags | {"data": str(dataset)}, args.resume)
 
