@@ -86,7 +86,7 @@ def resuming(folder, *flags, steps=6):
 # ------------------------------------------------------------------------------------------ going on
 
 
-@pytest.mark.parametrize("flags", [(), ("--model", "qwen3_moe", "--scan", "--fsdp", "8")], ids=str)
+@pytest.mark.parametrize("flags", [(), ("--scan", "--fsdp", "4")], ids=str)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(copy, flags):
     folder = copy(*flags)
     assert resume(folder, *flags) is None
@@ -94,7 +94,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(copy, flags):
     assert sorted(os.listdir(folder / "ckpt")) == ["00000004", "00000006"]
 
 
-@pytest.mark.parametrize("before, after", [("", "--fsdp 8"), ("", "--fsdp 4 --replicas 2"), ("--fsdp 8", "--replicas 2")])
+@pytest.mark.parametrize("before, after", [("", "--fsdp 8"), ("", "--fsdp 4 --replicas 2"), ("--scan --fsdp 4", "--scan")])
 def test_a_run_resumes_on_another_mesh(copy, before, after):
     folder = copy(*before.split())
     assert resume(folder, *after.split()) is None
@@ -389,4 +389,4 @@ def test_goodput_goes_to_ml_goodput_measurement_where_it_is(tmp_path, monkeypatc
     assert [call[0].removeprefix("record_") for call in calls[1:]] == [
         "job_start_time", "training_preparation_start_time",
         "training_preparation_end_time", "step_start_time", *lost * 2,
-        "step_start_time", *lost * 2, "job_end_time", "flush"]
+        "step_start_time", *lost * 3, "job_end_time", "flush"]
