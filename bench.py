@@ -172,7 +172,7 @@ def bench_save(args):
     step, params, _ = graph_trainer_step(args, config, graph_trainer.AdamW(steps=1000))
     seconds, blocked = {False: [], True: []}, []
     with tempfile.TemporaryDirectory() as folder:
-        saver = checkpoint.Tier(folder, 1, 2, [])
+        saver = checkpoint.Tier(folder, 1, 2, {})
 
         def save(state):
             start = time.perf_counter()

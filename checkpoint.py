@@ -262,7 +262,7 @@ class Checkpoints:
     """
 
     def __init__(self, tiers, keep, run, flags, resume):
-        self.tiers = [Tier(os.path.abspath(folder), every, keep, [run, flags]) for folder, every in tiers if folder]
+        self.tiers = [Tier(os.path.abspath(folder), every, keep, {"run": run, "flags": flags}) for folder, every in tiers if folder]
         self.newest, self.step, self.stopping = None, 0, False
         for tier in self.tiers:
             if not resume and os.path.isdir(tier.folder) and os.listdir(tier.folder):
@@ -415,8 +415,9 @@ class Tier:
         return wrong
 
     def check_run(self, step):
-        run, flags = ([f"{k} was {saved.get(k)} and is now {v}" for k, v in now.items() if saved.get(k) != v]
-                      for saved, now in zip(read_json(self.path(step), "run.json"), self.run))
+        saved = read_json(self.path(step), "run.json")
+        run, flags = ([f"{k} was {saved[part].get(k)} and is now {v}" for k, v in self.run[part].items()
+                       if saved[part].get(k) != v] for part in ("run", "flags"))
         if run:
             raise CheckpointError(f"--resume: {self.path(step)} is another run's: {'; '.join(run)}")
         if flags and jax.process_index() == 0:

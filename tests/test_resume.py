@@ -214,7 +214,7 @@ DAMAGE = {"a flipped bit": flip, "a lost end": lambda path: os.truncate(path, pa
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_to_any_file_of_a_checkpoint_is_found(copy, damage):
     folder = copy()
-    tier = checkpoint.Tier(str(folder / "ckpt"), 2, 2, [])
+    tier = checkpoint.Tier(str(folder / "ckpt"), 2, 2, {})
     whole, files = folder / "ckpt" / "00000004", [p for p in (folder / "ckpt" / "00000004").rglob("*") if p.is_file()]
     assert tier.damage(4) == "" and len(files) > 10
     for file in files:
