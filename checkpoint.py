@@ -262,7 +262,8 @@ class Checkpoints:
     """
 
     def __init__(self, tiers, keep, run, flags, resume):
-        self.tiers = [Tier(os.path.abspath(folder), every, keep, {"run": run, "flags": flags}) for folder, every in tiers if folder]
+        self.tiers = [Tier(os.path.abspath(folder), every, keep, {"run": run, "flags": flags})
+                      for folder, every in tiers if folder]
         self.newest, self.step, self.stopping = None, 0, False
         for tier in self.tiers:
             if not resume and os.path.isdir(tier.folder) and os.listdir(tier.folder):
