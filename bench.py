@@ -2,6 +2,7 @@
 
     python bench.py step --model llama3        # tokens/s: PyTorch eager, torch.compile, ours unrolled, ours with scan
     python bench.py compile --model llama3     # compile seconds against depth, scan and unrolled
+    python bench.py save --model llama3        # step time with a save in the background beside none
     python bench.py kernels --topology tpu7x:2x2x1; python bench.py tune ...   # see bench_kernels.py
 """
 
@@ -10,6 +11,7 @@ import contextlib
 import dataclasses
 import statistics
 import sys
+import tempfile
 import time
 
 import lowering  # first: it sets libtpu's environment before jax loads
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import checkpoint
 import data
 import graph_trainer
 import train
@@ -108,10 +111,13 @@ def graph_trainer_step(args, config, opt):
     state = lowering.initial_state(model, mesh, args.seed)
     params = {name: np.array(p) for name, p in state["params"].items()}
 
-    def step(batch):
+    def step(batch, save=None):
         nonlocal state
         state, metrics = program(state, lowering.shard_batch(lambda rows: batch, (args.batch, args.seq), mesh))
-        return float(metrics["loss"])
+        loss = float(metrics["loss"])
+        if save:
+            save(state)
+        return loss
 
     return step, params, seconds
 
@@ -159,9 +165,39 @@ def bench_compile(args):
         print(f"{layers:8} {row[0]:8.2f} {row[1]:9.2f}   scan is {row[0] / first:.2f}x that of {args.depths[0]} layers")
 
 
+def bench_save(args):
+    """Stretches of steps by turns without and with a save at their start, until it is on the disk."""
+    dataset = data.load(None, seq=args.seq)
+    config = dataclasses.replace(train.choose_size(args), vocab=dataset.vocab_size)
+    step, params, _ = graph_trainer_step(args, config, graph_trainer.AdamW(steps=1000))
+    seconds, blocked = {False: [], True: []}, []
+    with tempfile.TemporaryDirectory() as folder:
+        saver = checkpoint.Tier(folder, 1, 2, {})
+
+        def save(state):
+            start = time.perf_counter()
+            saver.save(stretch, state)
+            blocked.append(time.perf_counter() - start)
+
+        for stretch in range(2 * args.rounds + 2):
+            saves, start = stretch % 2 == 1, time.perf_counter()
+            for i in range(args.every):
+                step(dataset.batch(stretch * args.every + i, args.batch), save if saves and i == 0 else None)
+            saver.wait()
+            if stretch >= 2:  # the first two warm up
+                seconds[saves].append((time.perf_counter() - start) / args.every)
+        if saver.failed:
+            sys.exit(saver.failed)
+    off, on = (statistics.median(seconds[saves]) for saves in (False, True))
+    size = 12e-6 * sum(p.size for p in params.values())  # weights and both moments, fp32
+    print(f"{args.model} {args.size}, {args.batch} x {args.seq} tokens; a save of {size:,.0f} MB every {args.every} steps, "
+          f"{args.rounds} interleaved rounds\nstep {off * 1e3:.1f} ms without, {on * 1e3:.1f} ms with: "
+          f"{on / off - 1:+.1%}; of that the loop waited {statistics.median(blocked) * 1e3:.1f} ms a save")
+
+
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=["step", "compile"])
+    p.add_argument("what", choices=["step", "compile", "save"])
     p.add_argument("--model", default="llama3", choices=train.MODELS)
     p.add_argument("--size", default="debug")
     p.add_argument("--layers", type=int)
@@ -169,11 +205,12 @@ def main(argv=None):
     p.add_argument("--seq", type=int, default=256)
     p.add_argument("--rounds", type=int)
     p.add_argument("--depths", type=int, nargs="+", default=[4, 16, 64], help="numbers of layers (compile)")
+    p.add_argument("--every", type=int, default=20, help="steps for each save (save)")
     mine = p.parse_args(argv)
     flags = ["--model", mine.model, "--size", mine.size, "--batch", str(mine.batch), "--seq", str(mine.seq), "--dtype", "float32"]
     args = argparse.Namespace(**vars(train.parse_args(flags)) | vars(mine))
-    args.rounds = args.rounds or {"step": 11, "compile": 3}[args.what]
-    {"step": bench_step, "compile": bench_compile}[args.what](args)
+    args.rounds = args.rounds or {"step": 11, "compile": 3, "save": 5}[args.what]
+    {"step": bench_step, "compile": bench_compile, "save": bench_save}[args.what](args)
 
 
 if __name__ == "__main__":

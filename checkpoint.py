@@ -1,8 +1,9 @@
-"""Weights in and out: Hugging Face folders of any of the models, onto any mesh, scanned or not.
+"""Weights in and out, as Hugging Face folders of any of the models; training states, saved and resumed.
 
     config = read_config("Qwen3-8B", Qwen3)               # from its config.json
     params = load_hf("Qwen3-8B", model, mesh)             # {name: jax.Array}
     save_hf("out", model, params)                         # transformers loads it
+    python train.py --checkpoint DIR [--resume]           # Checkpoints
 
 Notable features:
 - every device's shard is read from the file by itself: no process ever holds the model, nor a whole stack of layers
@@ -10,13 +11,21 @@ Notable features:
   that is wrong is in one error
 - writing holds one tensor at a time, and the folder appears only when it is complete
 - a model file says its own names: `hf_name`, `hf_ignored`, `Config.from_hf`, `Config.to_hf`
+- training states are written in the background by all processes, with digests, and fit any mesh
 """
 
 import dataclasses
+import glob
 import itertools
 import json
+import logging
 import os
+import re
 import shutil
+import signal
+import sys
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -238,3 +247,205 @@ def write_safetensors(path, entries, params, dtype):
         for _, name, lead, _, transposed in entries:
             x = to_host(part(params[name], lead)).astype(DTYPES[dtype])
             f.write(np.ascontiguousarray(x.T if transposed else x).tobytes())
+
+
+# ------------------------------------------------------------------------------- training states, while training
+
+
+class Checkpoints:
+    """The checkpoint folders of a run, perhaps a fast one saved often and a safe one saved rarely.
+
+    tiers: [(folder or None, save every so many steps)]. run: what must be the same to go on, flags: what may differ but is said.
+    resume: go on from the newest whole checkpoint of all tiers; else the folders must be new. `step` is the step it
+    was saved after, 0 where there never was one. Where several processes train as one, all must see the folders and
+    make the same calls. Raises CheckpointError before anything is written.
+    """
+
+    def __init__(self, tiers, keep, run, flags, resume):
+        self.tiers = [Tier(os.path.abspath(folder), every, keep, {"run": run, "flags": flags})
+                      for folder, every in tiers if folder]
+        self.newest, self.step, self.stopping = None, 0, False
+        for tier in self.tiers:
+            if not resume and os.path.isdir(tier.folder) and os.listdir(tier.folder):
+                raise CheckpointError(f"{tier.folder} is not empty: add --resume to go on from it, or name another folder")
+        if len({tier.folder for tier in self.tiers}) < len(self.tiers):
+            raise CheckpointError(f"--local-checkpoint {self.tiers[0].folder} is --checkpoint's: name another folder")
+        if resume:
+            self.find()
+        try:
+            for tier in self.tiers:
+                os.makedirs(tier.folder, exist_ok=True)
+        except OSError as e:
+            raise CheckpointError(f"checkpoints cannot be written: {e}") from e
+        if self.tiers and jax.process_count() == 1:  # of several, JAX's preemption service takes the signal
+            signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
+
+    def find(self):
+        found = sorted(((step, i) for i, tier in enumerate(self.tiers) for step in tier.steps()), reverse=True)
+        damaged = []
+        for step, i in found:
+            if not (wrong := self.tiers[i].damage(step)):
+                self.tiers[i].check_run(step)
+                self.newest, self.step = self.tiers[i], step
+                break
+            damaged.append(self.tiers[i].path(step))
+            print(f"warning: checkpoint {damaged[-1]} is damaged ({wrong}): trying the one before it", file=sys.stderr)
+        if found and not self.newest:
+            raise CheckpointError("--resume: none of the checkpoints is whole: name another folder to start again")
+        for path in damaged if jax.process_index() == 0 else []:  # their steps will be saved again
+            shutil.rmtree(f"{path}.damaged", ignore_errors=True)
+            os.rename(path, f"{path}.damaged")
+
+    def restore(self, state):
+        """-> the saved state on the devices of `state`, on whatever mesh; frees the memory of `state` first."""
+        return self.newest.restore(self.step, state)
+
+    def due(self, step):
+        """Whether to save after this step: it is its turn, or SIGTERM came (`stopping`). To be asked once a step."""
+        if self.tiers and jax.process_count() > 1:
+            self.stopping = multihost_utils.reached_preemption_sync_point(step) or self.stopping
+        return self.stopping or any(step % tier.every == 0 for tier in self.tiers)
+
+    def save(self, step, state, last):
+        for tier in self.tiers:
+            if last or self.stopping or step % tier.every == 0:
+                tier.save(step, state)
+
+    def close(self):
+        """Waits for the saves in the background. Raises CheckpointError if the last one failed."""
+        for tier in self.tiers:
+            tier.wait()
+            tier.orbax.close()
+        if self.tiers and jax.process_count() == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if failed := [tier.failed for tier in self.tiers if tier.failed]:
+            raise CheckpointError("; ".join(failed))
+
+
+class Tier:
+    """A folder of training states, each written in the background, and whole or not there.
+
+        DIR/00000120/state           orbax's: every process writes the shards of its devices
+        DIR/00000120/run.json        what was trained
+        DIR/00000120/digests.0.json  {file: [bytes, crc32]}, by process
+
+    A save grows as DIR/00000120.unfinished, gets its name last, and only then do older ones go: neither a kill nor a
+    full disk costs the last good one.
+    """
+
+    def __init__(self, folder, every, keep, run):
+        import orbax.checkpoint as ocp  # half a second that only those who save pay
+
+        # What fail() says in a line, orbax logs as a traceback, and so does each array whose write ends after orbax gave up.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        sys.unraisablehook = lambda e: "Event loop is closed" in str(e.exc_value) or sys.__unraisablehook__(e)
+        self.ocp, self.folder, self.every, self.keep = ocp, folder, every, keep
+        self.run = json.loads(json.dumps(run))  # tuples are lists in a file
+        self.saving = self.failed = None
+        processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=folder)
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)  # weights hardly shrink
+        self.orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=processes)
+        self.thread = ThreadPoolExecutor(1)
+
+    def path(self, step):
+        return os.path.join(self.folder, f"{step:08}")
+
+    def steps(self):
+        """After which there are checkpoints, newest first."""
+        names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
+        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+    def save(self, step, state):
+        """Returns when the state is on the host, so that the next step may take its memory. Waits for the save before."""
+        self.wait()
+        unfinished = self.path(step) + ".unfinished"
+        try:
+            if jax.process_index() == 0:
+                for path in glob.glob(os.path.join(glob.escape(self.folder), "*.unfinished")):  # a kill's
+                    shutil.rmtree(path)
+                os.mkdir(unfinished)
+                write_json(unfinished, "run.json", self.run)
+            self.orbax.save(os.path.join(unfinished, "state"), args=self.ocp.args.PyTreeSave(state))
+            self.saving = step, self.thread.submit(self.finish, step, unfinished)
+        except Exception as e:  # whatever orbax raises, training goes on without this checkpoint
+            self.fail(step, e)
+
+    def finish(self, step, unfinished):
+        """In the background: the digests, the name, and away with what is too old."""
+        self.orbax.wait_until_finished()
+        index, names = jax.process_index(), contents(unfinished)[jax.process_index()::jax.process_count()]
+        write_json(unfinished, f"digests.{index}.json", {name: digest(os.path.join(unfinished, name)) for name in names})
+        self.ocp.multihost.get_barrier_sync_fn()(key=f"{unfinished} has its digests", timeout_ms=20 * 60 * 1000)
+        if index == 0:
+            os.rename(unfinished, self.path(step))
+            for old in map(self.path, self.steps()[self.keep:]):
+                os.rename(old, f"{old}.unfinished")  # at once; a kill can come between the files
+                shutil.rmtree(f"{old}.unfinished")
+
+    def wait(self):
+        """For the save in the background. Warns if it failed."""
+        if self.saving:
+            (step, future), self.saving, self.failed = self.saving, None, None
+            try:
+                future.result()
+            except Exception as e:
+                self.fail(step, e)
+
+    def fail(self, step, error):
+        if jax.process_index() == 0:
+            shutil.rmtree(self.path(step) + ".unfinished", ignore_errors=True)  # room for the next one
+        why = re.search(r"[^:]*(?= \[os_error_code)", str(error)) or re.search(".*", str(error))  # tensorstore's, or anybody's
+        self.failed = f"checkpoint {self.path(step)} could not be written ({why.group().strip()})"
+        good = self.path(self.steps()[0]) if self.steps() else "none"
+        print(f"warning: {self.failed}; the last good one: {good}", file=sys.stderr)
+
+    def damage(self, step):
+        """-> what is wrong with a checkpoint's files, "" if nothing. Several processes share the reading."""
+        folder = self.path(step)
+        try:
+            names, digests = contents(folder), {}
+            for path in glob.glob(os.path.join(glob.escape(folder), "digests.*")):
+                digests |= read_json(folder, os.path.basename(path))
+            wrong = ", ".join(sorted(set(names) ^ digests.keys()) or [
+                name for name in names[jax.process_index()::jax.process_count()]
+                if digest(os.path.join(folder, name)) != digests[name]])
+        except (OSError, TypeError, ValueError, CheckpointError) as e:
+            wrong = str(e)
+        if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(bool(wrong))).any():
+            return wrong or "says another process"
+        return wrong
+
+    def check_run(self, step):
+        saved = read_json(self.path(step), "run.json")
+        run, flags = ([f"{k} was {saved[part].get(k)} and is now {v}" for k, v in self.run[part].items()
+                       if saved[part].get(k) != v] for part in ("run", "flags"))
+        if run:
+            raise CheckpointError(f"--resume: {self.path(step)} is another run's: {'; '.join(run)}")
+        if flags and jax.process_index() == 0:
+            print(f"note: --resume with other flags: {'; '.join(flags)}")
+
+    def restore(self, step, state):
+        wanted = jax.tree.map(lambda x: self.ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype), state)
+        jax.tree.map(lambda x: x.delete(), state)
+        args = self.ocp.args.PyTreeRestore(restore_args=wanted)
+        return in_order_of(state, self.orbax.restore(os.path.join(self.path(step), "state"), args=args))
+
+
+def in_order_of(tree, other):
+    """Nested dictionaries' values in another's order of keys, which is that of a Program's arguments."""
+    return {k: in_order_of(v, other[k]) for k, v in tree.items()} if isinstance(tree, dict) else other
+
+
+def contents(folder):
+    """Paths within a checkpoint of all files but the digests."""
+    names = [os.path.relpath(os.path.join(path, name), folder) for path, _, files in os.walk(folder) for name in files]
+    return sorted(name for name in names if not name.startswith("digests."))
+
+
+def digest(path):
+    """-> [bytes, crc32] of a file."""
+    crc = 0
+    with open(path, "rb") as f:
+        while block := f.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+        return [f.tell(), crc]

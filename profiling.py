@@ -29,21 +29,21 @@ LINE = re.compile(r'([^/";]+\.py:\d+ [^/"]+)/([^/"]+)')
 
 
 class Profile:
-    """Traces steps first to last into a folder. Call after(number, state) when step `number`'s metrics are read, and
-    so step number + 1 has been started and made `state`."""
+    """Traces steps first to last into a folder. Call after(number, state) when step `number`'s metrics are read; after those
+    of `edges` no other step may have been started."""
 
     def __init__(self, folder, first, last):
-        self.folder, self.first, self.last = folder, first, last
+        self.folder, self.first, self.last, self.edges = folder, first, last, (first - 1, last)
 
     def after(self, number, state, program):
         """-> the report's text once the last step is traced, None otherwise."""
-        if number == self.first - 2:
+        if number == self.first - 1:
             jax.block_until_ready(state)
             self.start = time.perf_counter()
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # the ops are wanted, not this loop's Python
             jax.profiler.start_trace(self.folder, profiler_options=options)
-        if number == self.last - 1:
+        if number == self.last:
             jax.block_until_ready(state)
             seconds = time.perf_counter() - self.start
             jax.profiler.stop_trace()

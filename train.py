@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import signal
 import statistics
 import sys
 import threading
@@ -35,6 +36,7 @@ import graph_trainer
 import kernels
 import profiling
 import recipes
+import run_log
 import simple_fsdp
 from flux import Flux
 from llama3 import Llama3
@@ -134,6 +136,15 @@ def parse_args(argv):
             g.add_argument(f"--{prefix}-block-{field.name.replace('_', '-')}", type=positive(int), metavar="N",
                            help=f"{blocks.__name__}.{field.name} (default: tuned for the chip)")
 
+    g = p.add_argument_group("checkpoints: written in the background; SIGTERM saves and exits with code 143")
+    g.add_argument("--checkpoint", metavar="DIR", help="save to DIR (every process must see it), and at the end")
+    g.add_argument("--save-every", type=positive(int), default=100, metavar="N", help="steps between saves")
+    g.add_argument("--local-checkpoint", metavar="DIR", help="save to this DIR too, a faster one, more often")
+    g.add_argument("--local-save-every", type=positive(int), default=20, metavar="N")
+    g.add_argument("--keep", type=positive(int), default=2, metavar="K", help="checkpoints to keep in each DIR")
+    g.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint (on any mesh), or from "
+                   "the start where there never was one")
+
     g = p.add_argument_group("what it shows")
     g.add_argument("--save-hf", metavar="DIR", help="write the trained weights as a new Hugging Face folder at the end")
     g.add_argument("--metrics", metavar="FILE", help="one JSON object a step")
@@ -143,6 +154,10 @@ def parse_args(argv):
     g.add_argument("--print-graph", action="store_true", help="print the captured graph and stop")
     g.add_argument("--print-sharding", action="store_true", help="print where every parameter lies and stop")
     g.add_argument("--val-batches", type=positive(int), default=8, help="batches of the validation loss at the end")
+    g.add_argument("--validate-every", type=positive(int), metavar="N", help="validation loss every N steps too")
+    g.add_argument("--target-loss", type=positive(float), metavar="X", help="stop when the validation loss is X or less")
+    g.add_argument("--tensorboard", metavar="DIR", help="TensorBoard's event files of the metrics")
+    g.add_argument("--goodput", metavar="JOB", help="hand goodput to ml-goodput-measurement too, under this name")
     args = p.parse_args(argv)
     if args.recipe:
         if args.recipe not in recipes.RECIPES:
@@ -165,9 +180,13 @@ def parse_args(argv):
             raise UsageError(f"--profile {args.profile} must be START:STOP, from step 3 (two to warm up) to --steps {args.steps}")
         if args.split:
             raise UsageError("--profile reads one program: leave out --split")
+    if args.resume and not (args.checkpoint or args.local_checkpoint):
+        raise UsageError("--resume needs --checkpoint DIR or --local-checkpoint DIR")
+    if args.target_loss and not args.validate_every:
+        raise UsageError(f"--target-loss {args.target_loss} needs --validate-every N")
     if args.mode != "graph":
         for flag in ("scan", "split", "remat", "offload", "grad_accum", "fsdp", "replicas", "devices", "coordinator", "num_processes",
-                     "process_id", "topology", "kernels", "splash", "fused_ce", "paired_gmm", "libtpu_init_flags", "profile",
+                     "process_id", "topology", "checkpoint", "local_checkpoint", "kernels", "splash", "fused_ce", "paired_gmm", "libtpu_init_flags", "profile",
                      "print_graph", "print_sharding", *(name for name in vars(args) if "_block_" in name)):
             if getattr(args, flag) != p.get_default(flag):
                 raise UsageError(f"--{flag.replace('_', '-')} needs --mode graph (got --mode {args.mode})")
@@ -368,8 +387,10 @@ def phase(name):
 
 
 def train(args):
-    if args.metrics and (os.path.exists(args.metrics) or not os.path.isdir(os.path.dirname(args.metrics) or ".")):
-        raise UsageError(f"--metrics {args.metrics} exists or its folder does not: name a new file")
+    log = run_log.RunLog()
+    if args.metrics and (os.path.exists(args.metrics) and not args.resume
+                         or not os.path.isdir(os.path.dirname(args.metrics) or ".")):
+        raise UsageError(f"--metrics {args.metrics} exists or its folder does not: name a new file, or --resume")
     mesh, device_mesh = choose_devices(args)
     device = mesh.devices.flat[0]
     args.dtype = args.dtype or ("bfloat16" if device.platform == "tpu" else "float32")
@@ -378,12 +399,13 @@ def train(args):
     config = choose_size(args)
     if args.init_from and not args.tokenizer and os.path.exists(os.path.join(args.init_from, "tokenizer.json")):
         args.tokenizer = os.path.join(args.init_from, "tokenizer.json")
-    if args.model == "flux":
-        dataset = flux_data.load(config, args.data, args.seed)
-        args.seq = dataset.seq  # the pictures'
-    else:
-        dataset = data.load(args.data, args.tokenizer, args.seq, vocab_size=config.vocab, seed=args.seed)
-        config = dataclasses.replace(config, vocab=dataset.vocab_size)
+    with log.lost("data"):
+        if args.model == "flux":
+            dataset = flux_data.load(config, args.data, args.seed)
+            args.seq = dataset.seq  # the pictures'
+        else:
+            dataset = data.load(args.data, args.tokenizer, args.seq, vocab_size=config.vocab, seed=args.seed)
+            config = dataclasses.replace(config, vocab=dataset.vocab_size)
     say(f"data: {dataset}")
 
     model = build_model(args, config, device_mesh)
@@ -393,50 +415,83 @@ def train(args):
         checkpoint.check(args.init_from, model, checkpoint.open_hf(args.init_from))
     if args.print_sharding:
         return print_sharding(model)
+    tiers = [(args.checkpoint, args.save_every), (args.local_checkpoint, args.local_save_every)]
+    run = {name: getattr(args, name) for name in ("model", "scan", "batch", "seq", "seed")} | dataclasses.asdict(config)
+    flags = {name: getattr(args, name) for name in ("steps", "lr", "warmup", "weight_decay", "clip", "dtype", "grad_accum")}
+    with log.lost("restart" if args.resume else "checkpoint"):
+        saves = checkpoint.Checkpoints(tiers, args.keep, run, flags | {"data": str(dataset)}, args.resume)
 
     opt = graph_trainer.AdamW(lr=args.lr, min_lr=args.lr / 10, warmup=args.warmup, steps=args.steps,
                               weight_decay=args.weight_decay, clip=args.clip)
-    with phase("tracing"):
+    with log.lost("compile"), phase("tracing"):
         step, evaluate = build_programs(args, model, opt, device_mesh, mesh)
     if args.print_graph:
         return print(step.graph.readable())
     if args.mode == "graph":
         check_host_memory(step, args)
-    with phase("lowering"):
+    log.open(args, saves.step)
+    with log.lost("compile"), phase("lowering"):
         step.lower()
         evaluate.lower()
-    with phase("compiling"):
+    with log.lost("compile"), phase("compiling"):
         step.compile(recipes.compiler_options(args.libtpu_init_flags))
         evaluate.compile()
-    state = lowering.initial_state(model, mesh, args.seed)
-    if args.init_from:
+    with log.lost("initialization"):
+        state = lowering.initial_state(model, mesh, args.seed)
+    if saves.step:
+        with log.lost("restart"), phase(f"resuming after step {saves.step}"):
+            state = saves.restore(state)
+    elif args.init_from:
         state["params"] = None  # frees them first
         state["params"] = checkpoint.load_hf(args.init_from, model, mesh)
 
+    def validate(params):
+        with log.lost("validation"):
+            return statistics.mean(
+                float(evaluate(params, lowering.shard_batch(lambda rows: {k: x[rows] for k, x in b.items()},
+                                                            (args.batch, args.seq), mesh)))
+                for b in dataset.val_batches(args.batch, args.val_batches))
+
+    profile = profiling.Profile(args.profile_dir, *map(int, args.profile.split(":"))) if args.profile else None
+
+    def wanted(number):  # the state after this step
+        return (saves.due(number) or bool(args.validate_every) and number % args.validate_every == 0
+                or profile is not None and number in profile.edges)
+
     flops = model.flops_per_token(args.seq) / mesh.size
     peak = CHIPS.get(device.device_kind, (None, None))[1]
-    keeps_metrics = args.metrics and jax.process_index() == 0
-    out = open(args.metrics, "x") if keeps_metrics else contextlib.nullcontext()
-    rates, profile = [], args.profile and profiling.Profile(args.profile_dir, *map(int, args.profile.split(":")))
-    with out:
-        for number, state, metrics, seconds in run_steps(step, state, dataset, mesh, args):
-            rate = args.batch * args.seq / seconds
-            rates.append(rate)
-            mfu = flops * rate / peak if peak else None
-            say(f"step {number:5d}  loss {metrics['loss']:.4f}  grad_norm {metrics['grad_norm']:.3f}  "
-                f"lr {metrics['lr']:.2e}  {rate:,.0f} tokens/s" + (f"  mfu {mfu:.1%}" if mfu else ""))
-            if keeps_metrics:
-                record = {"step": number, **metrics, "tokens_per_s": rate, "step_s": seconds, "mfu": mfu}
-                print(json.dumps(record), file=out, flush=True)
-            if profile and (text := profile.after(number, state, step)):
-                say(text)
-            if not all(map(math.isfinite, metrics.values())):
-                raise UsageError(f"step {number}: {metrics} is not finite; lower --lr (got {args.lr}) or raise --warmup")
+    rates, loss = [], None
+    for number, state, metrics, seconds, waited in run_steps(step, state, dataset, mesh, args, saves.step, wanted):
+        log.step(number, seconds, waited)
+        rate = args.batch * args.seq / seconds
+        rates.append(rate)
+        mfu = flops * rate / peak if peak else None
+        due = args.validate_every and number % args.validate_every == 0
+        loss = validate(state["params"]) if due else None
+        say(f"step {number:5d}  loss {metrics['loss']:.4f}  grad_norm {metrics['grad_norm']:.3f}  "
+            f"lr {metrics['lr']:.2e}  {rate:,.0f} tokens/s" + (f"  mfu {mfu:.1%}" if mfu else "")
+            + (f"  validation loss {loss:.4f}" if due else ""))
+        log.write(number, metrics | {"tokens_per_s": rate, "step_s": seconds, "mfu": mfu, "validation_loss": loss})
+        if profile and (text := profile.after(number, state, step)):
+            say(text)
+        if not all(map(math.isfinite, metrics.values())):
+            saves.close()
+            raise UsageError(f"step {number}: {metrics} is not finite; lower --lr (got {args.lr}) or raise --warmup")
+        reached = due and args.target_loss and loss <= args.target_loss
+        if state:
+            with log.lost("checkpoint"):
+                saves.save(number, state, last=reached or number == args.steps)
+        if reached or state and saves.stopping:
+            break
 
-    losses = [float(evaluate(state["params"], lowering.shard_batch(lambda rows: {k: x[rows] for k, x in b.items()},
-                                                                   (args.batch, args.seq), mesh)))
-              for b in dataset.val_batches(args.batch, args.val_batches)]
-    say(f"median {statistics.median(rates):,.0f} tokens/s; validation loss {statistics.mean(losses):.4f} "
+    with log.lost("checkpoint"):
+        saves.close()
+    if saves.stopping:
+        say(f"SIGTERM: saved step {number}, --resume goes on; {log.close()}")
+        return 128 + signal.SIGTERM
+    loss = validate(state["params"]) if loss is None else loss
+    say(log.close())
+    say((f"median {statistics.median(rates):,.0f} tokens/s; " if rates else "") + f"validation loss {loss:.4f} "
         + (f"mean squared error of the velocity" if args.model == "flux" else
            f"nats a token (token frequencies alone: {dataset.unigram_loss():.4f})"))
     if args.save_hf:
@@ -446,21 +501,25 @@ def train(args):
         checkpoint.save_hf(args.save_hf, model, state["params"], eos=getattr(dataset, "eod", None), tokenizer=args.tokenizer)
 
 
-def run_steps(step, state, dataset, mesh, args):
-    """Yields (number from 1, state, metrics as floats, seconds). Runs one step ahead of what it reads, so that
-    the device never waits for the host; `state` is that of the last step started."""
-    pending, start = None, time.perf_counter()
-    for number in range(1, args.steps + 2):
-        done = pending
-        if number <= args.steps:
-            rows_of = functools.partial(dataset.batch, number - 1, args.batch)
-            state, metrics = step(state, lowering.shard_batch(rows_of, (args.batch, args.seq), mesh))
-            pending = number, metrics
-        if done:
-            metrics = {k: float(v) for k, v in done[1].items()}
-            now = time.perf_counter()
-            yield done[0], state, metrics, now - start
-            start = now
+def run_steps(step, state, dataset, mesh, args, done, wanted):
+    """Yields (number, state, metrics as floats, seconds, how many of them the device had no data at most) of the
+    steps after `done`. Runs one step ahead of what it reads, so that the device never waits for the host, unless the
+    state is wanted(number) or the step is the last: else state is None, for the next step has taken its memory."""
+    started, running, waited, start = done, [], 0.0, time.perf_counter()
+    for number in range(done + 1, args.steps + 1):
+        while started < args.steps and (started < number or started == number and not wanted(number)):
+            began = time.perf_counter()
+            rows_of = functools.partial(dataset.batch, started, args.batch)
+            batch = lowering.shard_batch(rows_of, (args.batch, args.seq), mesh)
+            if not running or isinstance(last := running[-1]["loss"], torch.Tensor) or last.is_ready():
+                waited += time.perf_counter() - began
+            state, metrics = step(state, batch)
+            running.append(metrics)
+            started += 1
+        metrics = {k: float(v) for k, v in running.pop(0).items()}
+        now = time.perf_counter()
+        yield number, state if started == number else None, metrics, now - start, waited
+        waited, start = 0.0, now if running else time.perf_counter()
 
 
 def say(*text, end="\n"):
@@ -471,13 +530,15 @@ def say(*text, end="\n"):
 
 def main(argv=None):
     try:
+        if (argv or sys.argv[1:])[:1] == ["plot"]:
+            return run_log.plot((argv or sys.argv[1:])[1:])
         args = parse_args(argv)
         if args.topology:  # chips that are not here: compile for them and say what it would be like
             import plan
             return plan.main(argv)
         return train(args)
     except (UsageError, data.DataError, graph_trainer.CaptureError, lowering.LoweringError,
-            checkpoint.CheckpointError, kernels.KernelError) as e:
+            checkpoint.CheckpointError, kernels.KernelError, run_log.LogError) as e:
         print(f"train.py: error: {e}", file=sys.stderr)
         return 2
 
