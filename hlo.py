@@ -18,8 +18,8 @@ OP_LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice", "async")
-FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id", "replica-id", "iota",
-        "recv", "send-done", "opt-barrier", "domain"}
+FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id", "replica-id", "iota",
+        "recv", "send-done", "opt-barrier", "domain")
 
 
 @dataclass
@@ -30,14 +30,22 @@ class Op:
     operands: list
     attrs: str  # the rest of the line
 
-    def __post_init__(self):
-        self.verb = re.sub(r"-(start|update|done)$", "", self.opcode)  # without its asynchronous halves' endings
-        self.scope = self.attr(r'op_name="([^"]*)"') or ""
-        self.is_kernel = self.opcode == "custom-call" and "tpu_custom_call" in self.attrs
-
     def attr(self, pattern):
         found = re.search(pattern, self.attrs)
         return found and found.group(1)
+
+    @property
+    def verb(self):
+        return re.sub("-(start|update|done)$", "", self.opcode)  # without its asynchronous halves' endings
+
+    @property
+    def scope(self):
+        return self.attr('op_name="([^"]*)"') or ""
+
+    @property
+    def kernel(self):
+        """Of a Pallas kernel: its scope up to the torch op that it works for, e.g. "... tpu.splash_attention"."""
+        return self.opcode == "custom-call" and "tpu_custom_call" in self.attrs and re.sub(r"(tpu\.\w+).*", r"\1", self.scope)
 
 
 def parse(text):
@@ -50,7 +58,7 @@ def parse(text):
             name, shape, opcode, inside, attrs = found.groups()
             last = ops[name] = Op(name, shape, opcode, re.findall(r"%([\w.\-]+)", inside) or [inside], attrs)
         elif ops and line != "}":
-            last.__init__(last.name, last.shape, last.opcode, last.operands, last.attrs + line)  # kernels' metadata has line breaks
+            last.attrs += line  # a kernel's metadata has line breaks
     return computations
 
 
@@ -63,29 +71,29 @@ def sizes(shape, space=None):
 @dataclass
 class Replay:
     """run() -> [(label, Counter)], one for each stretch and each loop of the entry. The Counter's keys: ("s", kind): seconds of
-    the step; ("busy", kind): seconds of a transfer, hidden or not; ("bytes", engine); ("guessed", ""): seconds that nobody
-    gave cycles for; ("kernel", name) and ("calls", name)."""
+    the step; ("busy", kind): seconds of a transfer, hidden or not; ("bytes", engine); ("guessed", "ops"): seconds that nobody
+    gave cycles for; ("kernel", torch op): seconds of its kernels."""
 
     text: str
     seconds_per_cycle: float
     bandwidth: dict  # engine (ici, dcn, host, hbm, sparsecore) -> bytes/s
     slices: int
-    kernel_seconds: object  # (kernel's name, its scope, calls that share the scope, bytes it reads and writes) -> seconds
+    kernel_seconds: object  # (kernel's scope, how many share it, bytes it reads and writes) -> seconds
     unknown_loops: list = field(default_factory=list)
 
     def run(self):
         self.computations = parse(self.text)
-        self.sharing = Counter((op.scope, kernel_name(op)) for ops in self.computations.values() for op in ops.values() if op.is_kernel)
+        self.sharing = Counter(op.kernel for ops in self.computations.values() for op in ops.values() if op.kernel)
         return self.walk(self.computations["ENTRY"])
 
     def walk(self, ops):
         """One pass through a computation. What it starts and does not wait for, it waits for at its end."""
         now, queues, pending, carried, phases = 0.0, defaultdict(list), {}, {}, [("", Counter())]
 
-        def spend(kind, seconds):
+        def spend(kind, s):
             nonlocal now
-            now += seconds
-            phases[-1][1]["s", kind] += seconds
+            now += s
+            phases[-1][1]["s", kind] += s
 
         def wait(key):
             engine, until = pending.pop(key, (None, 0))
@@ -97,11 +105,10 @@ class Replay:
             calls = {i.attr(r'custom_call_target="(\w+)"') for i in inside}
             # Whose buffers the op hands on: a done finds its start through tuples and the fusions that carry it on.
             carried[op.name] = key = next((carried[o] for o in op.operands if carried.get(o)), None)
-            if op.opcode in ("while", "conditional", "call"):
-                trips, body = self.body(op)
-                inner = total(self.walk(body), trips)
-                phases += [(f"loop of {trips}" if op.opcode == "while" else "", inner), ("", Counter())]
-                now += seconds(inner)
+            if op.opcode == "while":
+                trips, body = self.loop(op)
+                phases += [(f"loop of {trips}", total(self.walk(body), trips)), ("", Counter())]
+                now += seconds(phases[-2][1])
             elif op.opcode == "recv-done":
                 wait(rendezvous(ops[op.operands[0]]))
             elif op.opcode in FREE or op.opcode.endswith("-update"):
@@ -117,7 +124,7 @@ class Replay:
                 phases[-1][1].update({("busy", kind): takes, ("bytes", engine): size})
                 if not (op.opcode.endswith("-start") or op.opcode == "send" or "AsyncCollectiveStart" in calls):
                     wait(key)
-            elif op.opcode != "custom-call" or op.is_kernel:  # others only mark and allocate
+            elif op.opcode != "custom-call" or op.kernel:  # others only mark and allocate
                 spend(*self.compute(op, ops, inside, phases[-1][1]))
         for key in list(pending):
             wait(key)
@@ -129,28 +136,24 @@ class Replay:
         for other in self.computations.get(op.attr(r"(?:calls|to_apply)=%?([\w.\-]+)"), {}).values():
             yield from self.inside(other)
 
-    def body(self, op):
-        """-> (trips, computation) of a while; of a conditional its longest branch."""
-        called = {key: [self.computations[n] for n in re.findall(r"%([\w.\-]+)", names)]
-                  for key, names in re.findall(r"(\w+)=(\{%[^}]*\}|%[\w.\-]+)", op.attrs)}
-        if op.opcode != "while":
-            return 1, max((c for found in called.values() for c in found), key=len)
-        # Every loop that JAX writes counts from 0 to a constant, the only integer one in its condition.
-        limits = {int(i.operands[0]) for o in called["condition"][0].values() for i in self.inside(o)
+    def loop(self, op):
+        """-> (trips, body) of a while. Every loop that JAX writes counts from 0 to a constant, its condition's only integer."""
+        condition, body = (self.computations[op.attr(rf"{part}=%?([\w.\-]+)")] for part in ("condition", "body"))
+        limits = {int(i.operands[0]) for o in condition.values() for i in self.inside(o)
                   if i.opcode == "constant" and i.shape.startswith("s32[]")}
         if len(limits) != 1:
             self.unknown_loops.append(op.name)
-        return limits.pop() if len(limits) == 1 else 1, called["body"][0]
+        return limits.pop() if len(limits) == 1 else 1, body
 
     def transfer(self, op, ops, inside):
         """-> (engine, kind, bytes) of a collective or a copy that runs beside compute, or None."""
         if op.opcode == "send":  # a collective between slices: a send to the hosts' network now, its recv-done later
             kind = (op.attr(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
-            return "dcn", f"dcn {kind}", max(sizes(op.shape)) * (2 * (self.slices - 1) / self.slices if kind == "all-reduce" else 1)
+            return "dcn", f"dcn {kind}", max(sizes(op.shape)) * (2 - 2 / self.slices if kind == "all-reduce" else 1)
         body = next((i for i in inside if i.verb in COLLECTIVES), None)
         if body and not has_matmul(inside):  # with one, the fusion only carries on what another has started
-            home = ops if body is op else next(c for c in self.computations.values() if c.get(body.name) is body)
-            inputs = sum(sum(sizes(home[o].shape)) for o in body.operands if o in home)
+            shapes = {i.name: i.shape for i in [*ops.values(), *inside]}
+            inputs = sum(sum(sizes(shapes[o])) for o in body.operands if o in shapes)
             output = max(sizes(body.shape)) if body.opcode.endswith("-start") else sum(sizes(body.shape))
             scattered = body.verb == "all-reduce" and any(i.opcode == "dynamic-slice" for i in inside)  # the compiler's spelling
             kind = "reduce-scatter" if scattered else body.verb
@@ -166,29 +169,23 @@ class Replay:
 
     def compute(self, op, ops, inside, counts):
         """-> (kind, seconds) of an op that the TensorCore is busy with."""
-        where = next((i.scope for i in inside if i.scope), "")
+        scope = next((i.scope for i in inside if i.scope), "")
         traffic = sum(sum(sizes(shape, 0)) for shape in [op.shape] + [ops[o].shape for o in op.operands if o in ops])
         cycles = next((int(c) for c in re.findall(r'estimated_cycles":"(\d+)"', op.attrs)), 2**62)
-        if op.is_kernel:
-            name = kernel_name(op)
-            seconds = self.kernel_seconds(name, where, self.sharing[op.scope, name], traffic)
-            counts.update({("kernel", name): seconds, ("calls", name): 1})
-            where += name
+        if op.kernel:
+            s = self.kernel_seconds(op.kernel, self.sharing[op.kernel], traffic)
+            counts["kernel", op.kernel.split("tpu.")[-1]] += s
         elif cycles < 2**62:  # larger: the compiler does not know
-            seconds = cycles * self.seconds_per_cycle
+            s = cycles * self.seconds_per_cycle
         else:
-            seconds = traffic / self.bandwidth["hbm"]
-            counts["guessed", ""] += seconds
+            s = traffic / self.bandwidth["hbm"]
+            counts["guessed", "ops"] += s
         kinds = {"splash": "attention", "cross_entropy": "loss", "grouped": "experts"}
-        return next((k for word, k in kinds.items() if word in where), "matmul" if has_matmul(inside) else "elementwise"), seconds
+        return next((k for word, k in kinds.items() if word in scope), "matmul" if has_matmul(inside) else "elementwise"), s
 
 
 def has_matmul(inside):
     return any(i.opcode in ("convolution", "dot") for i in inside)  # the TPU compiler writes matmuls as convolutions
-
-
-def kernel_name(op):
-    return re.sub(r"[.\d]+$", "", op.name)
 
 
 def rendezvous(op):

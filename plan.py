@@ -7,12 +7,11 @@
 Notable features:
 - the real TPU compiler (libtpu, ahead of time): its memory, its errors, its schedule. Nothing is executed or allocated
 - time is a replay of the compiled schedule (hlo.py); a step of several programs is the sum of theirs
-- what the compiler does not say (links, clock, a kernel's or a gather's cost) is an assumption, and is printed as one
+- the report is one flat dict: the table on the terminal and the JSON are the same. What the compiler does not say
+  (links, clock, a kernel's cost) is an assumption and stands in it as assumed_*
 """
 
 import argparse
-import dataclasses
-import functools
 import json
 import math
 import os
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # only compiles: may share the machine with another libtpu
 import lowering  # before jax: it sets libtpu's environment
@@ -67,15 +66,14 @@ CHIPS = {  # by device_kind
 }
 LINK_EFFICIENCY = 0.9  # of a link's figure that large transfers reach (jax-ml.github.io/scaling-book: 45 and 90 GB/s)
 HOST_BANDWIDTH = 32e9  # bytes/s a device to host memory: PCIe Gen 5 x16 shared by two devices
-SCALES = {  # of `scaling`: chips -> topology, slices
-    64: ("tpu7x:4x4x4", 1), 128: ("tpu7x:4x4x8", 1), 256: ("tpu7x:4x8x8", 1), 512: ("tpu7x:8x8x8", 1), 1024: ("tpu7x:8x8x16", 1),
-    2048: ("tpu7x:8x16x16", 1), 4096: ("tpu7x:16x16x16", 1), 8192: ("tpu7x:8x8x16", 8)}
 KNOWN = "v5e:2x2, v5e:16x16, v5p:4x4x4, v5p:8x8x16, v6e:4x4, v6e:16x16, tpu7x:2x2x1, tpu7x:4x4x8, tpu7x:8x8x16, tpu7x:16x16x16"
+SCALES = {64: "tpu7x:4x4x4", 128: "tpu7x:4x4x8", 256: "tpu7x:4x8x8", 512: "tpu7x:8x8x8", 1024: "tpu7x:8x8x16",
+          2048: "tpu7x:8x16x16", 4096: "tpu7x:16x16x16", 8192: "tpu7x:8x8x16"}  # the last one in 8 slices
 
 
 def link_bandwidth(topology, chip):
-    """Bytes/s into a chip, one way, on all axes of its torus at once: two links an axis that wraps around, one
-    (an end's) on one that does not. v5e and v6e wrap at 16, v5p and tpu7x in whole cubes of 4."""
+    """Bytes/s into a chip, one way, on all axes of its torus at once: two links an axis that wraps around, one (an end's) on
+    one that does not. v5e and v6e wrap at 16, v5p and tpu7x in whole cubes of 4. What both devices of a chip need comes once."""
     sizes = [int(s) for s in topology.split(":")[1].split("x")]
     wraps = (lambda s: s >= 16) if chip.links == 4 else (lambda s: all(t % 4 == 0 for t in sizes))
     return sum((2 if wraps(s) else 1) for s in sizes if s > 1) * chip.ici * LINK_EFFICIENCY or chip.ici
@@ -83,28 +81,26 @@ def link_bandwidth(topology, chip):
 
 # --------------------------------------------------------------------------------------- the kernels' time
 
-# Pallas kernel -> (how many matmuls of its op's size it does, share of the MXU peak that its schedule reaches). The compiler
-# gives kernels no cycles. Attention and experts: bundles a block as scheduled for tpu7x (RESULTS.md, Kernels), taken for every
-# chip: of attention's 2,245 bundles forward 1,024 are the matmuls' own, of 4,078 backward 2,560. The loss: not measured yet.
-KERNELS = {"splash_attention": (2, 0.456), "splash_attention_backward": (5, 0.628), "multiply_grouped": (1, 0.84),
-           "gated_grouped": (1, 0.84), "multiply_transposed_grouped": (1, 0.85), "weights_grouped": (1, 0.70),
-           "linear_cross_entropy": (1, 0.7), "linear_cross_entropy_dx": (2, 0.7), "linear_cross_entropy_dw": (2, 0.7)}
-MATMULS = {"splash_attention": 2, "splash_attention_backward": 5, "linear_cross_entropy": 1, "linear_cross_entropy_backward": 4,
-           "grouped_matmul": 1, "grouped_matmul_backward": 2, "paired_grouped_matmul": 1, "paired_grouped_matmul_backward": 2}
+# Op of kernels.py -> (matmuls that its kernels do, share of the MXU peak that their schedule reaches). The compiler gives
+# kernels no cycles. Attention and experts: bundles a block as scheduled for tpu7x (RESULTS.md, Kernels), taken for every chip:
+# of attention's 2,245 bundles forward 1,024 are the matmuls' own, of 4,078 backward 2,560. The loss is not measured yet.
+KERNELS = {"splash_attention": (2, 0.456), "splash_attention_backward": (5, 0.628),
+           "linear_cross_entropy": (1, 0.7), "linear_cross_entropy_backward": (4, 0.7),
+           "grouped_matmul": (1, 0.84), "grouped_matmul_backward": (2, 0.77),
+           "paired_grouped_matmul": (1, 0.84), "paired_grouped_matmul_backward": (2, 0.77)}
 
 
-def kernel_seconds(chip, name, scope, n_calls, traffic):
-    """THE place where a kernel's time is decided: its matmuls at its share of the peak, at least its traffic at HBM speed.
-    scope: where name_kernels wrote the size of one matmul; n_calls Pallas calls share it (stretches of a long sequence)."""
-    if name not in KERNELS or not (size := re.search(r" matmul=(\d+)", scope)):
-        raise kernels.KernelError(f"plan.KERNELS has no figures for the Pallas kernel {name} ({scope}): add a line")
-    matmuls, efficiency = KERNELS[name]
-    return max(matmuls * int(size.group(1)) / n_calls / (chip.peak * efficiency), traffic / chip.hbm_bandwidth)
+def kernel_seconds(chip, scope, n_calls, traffic):
+    """THE place where a Pallas kernel's time is decided: its op's matmuls at their share of the peak, at least its traffic at HBM
+    speed. scope: as name_kernels wrote it, "... matmul=FLOPS ... tpu.OP"; n_calls kernels share the op's work."""
+    size, op = re.search(r" matmul=(\d+) .*tpu\.(\w+)", scope).groups()
+    matmuls, efficiency = KERNELS[op]
+    return max(matmuls * int(size) / n_calls / (chip.peak * efficiency), traffic / chip.hbm_bandwidth)
 
 
 def name_kernels(gm):
-    """Puts the name and matmul size of each op of kernels.py into its node's source line, which its lowering carries into the
-    HLO. -> matmul flops of the graph on one device: masked blocks left out, what the backward computes again counted."""
+    """Puts the matmul size of each op of kernels.py into its node's source line, which the lowering carries into the HLO.
+    -> matmul flops of the graph on one device: masked blocks left out, what the backward computes again counted."""
     flops = 0
     for node in gm.graph.nodes:
         name = str(node.target)
@@ -112,7 +108,7 @@ def name_kernels(gm):
             flops += node.args[2][0].meta["val"].shape[0] * name_kernels(getattr(gm, node.args[0].target))
         elif name.startswith("tpu."):
             size = matmul_size(node, name)
-            flops += size * MATMULS[name.split(".")[1]]
+            flops += size * KERNELS[name.split(".")[1]][0]
             node.meta["stack_trace"] = f'File "{node.name} matmul={size:.0f} ", line 0, in {name}'
         elif name in ("aten.mm.default", "aten.bmm.default"):
             flops += 2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]
@@ -122,7 +118,7 @@ def name_kernels(gm):
 def matmul_size(node, name):
     """Flops of one of the matmuls that an op of kernels.py consists of; a pair of grouped ones counts as one."""
     tensors = [a.meta["val"].shape for a in node.args if isinstance(a, torch.fx.Node)]
-    x, w, *_ = tensors[name.endswith("_backward.default"):]  # a backward's first argument is the incoming gradient
+    x, w, *_ = tensors["backward" in name:]  # a backward's first argument is the incoming gradient
     if "splash" not in name:
         return 2 * math.prod(x) * (w[0] if "entropy" in name else w[2]) * (2 if "paired" in name else 1)
     (B, H, T, D), S, block = x, w[2], kernels.SplashBlocks().q
@@ -136,11 +132,11 @@ def matmul_size(node, name):
 
 
 class CompileError(Exception):
-    """The TPU compiler refused; the message is one line of ours and its own words. need: bytes, where memory did not suffice."""
+    """The TPU compiler refused; the message is one line of ours and its own words, which name the source line of the op."""
 
-    def __init__(self, message, need=None):
-        super().__init__(message)
-        self.line, self.need = message.splitlines()[0], need
+
+class DoesNotFit(CompileError):
+    pass
 
 
 def topology_devices(name, slices=1):
@@ -150,41 +146,43 @@ def topology_devices(name, slices=1):
     except Exception as e:
         raise UsageError(f"--topology {name} --slices {slices}: the compiler does not know it. Some that it knows: {KNOWN}. "
                          f"It says: {str(e).splitlines()[0][:300]}") from e
+    if devices[0].device_kind not in CHIPS:
+        raise UsageError(f"--topology {name}: no figures for {devices[0].device_kind}, only for {', '.join(CHIPS)}")
     by_slice = {}
     for d in devices:
         by_slice.setdefault(getattr(d, "slice_index", 0), []).append(d)
-    return np.stack([mesh_utils.create_device_mesh((len(ds),), ds, allow_split_physical_axes=True) for _, ds in sorted(by_slice.items())])
+    return np.stack([mesh_utils.create_device_mesh((len(ds),), ds, allow_split_physical_axes=True)
+                     for _, ds in sorted(by_slice.items())])
 
 
 def compile_part(part, flags):
-    """part.compile with the compiler's words kept: CompileError, with what to do about it."""
+    """part.compile, its refusal with the compiler's words kept and what to do about it."""
     try:
         part.compile(recipes.compiler_options(flags))
     except jax.errors.JaxRuntimeError as e:
         size = r"([\d.]+)([KMGT])"
-        used = re.search(rf"Used {size} of {size} hbm", str(e)) or re.search(rf"temporaries \({size}\) exceeds available HBM \({size}", str(e))
+        used = re.search(rf"Used {size} of {size} hbm|temporaries \({size}\) exceeds available HBM \({size}", str(e))
         if not used:
             raise CompileError(f"the TPU compiler refused the program\n{e}") from e
-        need, have = (float(used[i]) * 1024 ** "_KMGT".index(used[i + 1]) for i in (1, 3))
-        raise CompileError(f"does not fit: needs {need / GB:.1f} GB of HBM a device, the compiler allows {have / GB:.1f}: {(need - have) / GB:.1f} GB too "
-                           f"much. Levers: smaller --per-device-batch or --seq, --scan, Pallas attention and loss, offload, more chips\n{e}", need) from e
+        a, unit_a, b, unit_b = filter(None, used.groups())
+        need, have = float(a) * 1024 ** "_KMGT".index(unit_a) / GB, float(b) * 1024 ** "_KMGT".index(unit_b) / GB
+        raise DoesNotFit(f"does not fit: needs {need:.1f} GB of HBM a device, the compiler allows {have:.1f}: {need - have:.1f} GB too "
+                         "much. Levers: smaller --per-device-batch or --seq, --scan, Pallas attention and loss, offload, more "
+                         f"chips\n{e}") from e
 
 
 def report(args):
-    """Compiles the step of train.py's flags for args.topology -> (flat dict of figures, assumptions, phases).
+    """Compiles the step of train.py's flags for args.topology -> (flat dict of figures, phases of hlo.Replay).
 
-    Nothing is executed, no parameter allocated. The dict: bytes a device, seconds, flops of the whole step over all
+    Nothing is executed, no parameter allocated. The dict: bytes and seconds of one device, flops of the whole step over all
     devices; keys s_<kind> add up to predicted_step_s, hidden_<kind> ran behind compute, bytes_<kind> are memory.
     """
-    devices = topology_devices(args.topology, args.slices)
-    kind, n = devices.flat[0].device_kind, devices.size
-    if kind not in CHIPS:
-        raise UsageError(f"--topology {args.topology}: no figures for {kind}, only for {', '.join(CHIPS)}")
-    chip, clock = CHIPS[kind], [time.perf_counter()]
+    devices, clock = topology_devices(args.topology, args.slices), [time.perf_counter()]
+    chip, n = CHIPS[devices.flat[0].device_kind], devices.size
     args.dtype, args.batch = args.dtype or "bfloat16", args.per_device_batch * n
     config = train.choose_size(args)
     if getattr(config, "vocab", 0) is None:
-        config = dataclasses.replace(config, vocab=512)  # debug sizes take the data's: bytes, rounded up
+        config = replace(config, vocab=512)  # debug sizes take the data's: bytes, rounded up
     with train.phase("tracing"):
         device_mesh = simple_fsdp.capture_mesh(devices.shape[1], args.slices) if n > 1 else None
         model = train.build_model(args, config, device_mesh)
@@ -197,60 +195,55 @@ def report(args):
         for _, part, _ in parts:
             part.lower()
     clock.append(time.perf_counter())
-    with train.phase(f"compiling for {n} {kind}"):
+    with train.phase(f"compiling for {n} devices"):
         for _, part, _ in parts:
             compile_part(part, args.libtpu_init_flags)
     clock.append(time.perf_counter())
 
     bandwidth = {"ici": link_bandwidth(args.topology, chip), "dcn": chip.dcn * LINK_EFFICIENCY / chip.devices,
                  "host": HOST_BANDWIDTH, "hbm": chip.hbm_bandwidth, "sparsecore": chip.hbm_bandwidth}
-    phases, unknown_loops = [], []
+    phases = []
     for name, part, times in parts:
         text = part.executable.as_text()
         if args.hlo:
             open(args.hlo + name, "w").write(text)
-        replay = hlo.Replay(text, chip.mxu / chip.peak, bandwidth, args.slices, functools.partial(kernel_seconds, chip))
-        phases += [(f"{name} {label}".strip(), hlo.total([(label, counts)], times)) for label, counts in replay.run()]
-        unknown_loops += replay.unknown_loops
+        replay = hlo.Replay(text, chip.mxu / chip.peak, bandwidth, args.slices, lambda *kernel: kernel_seconds(chip, *kernel))
+        phases += [(f"{name} {label}", hlo.total([(label, counts)], times)) for label, counts in replay.run()]
+        if replay.unknown_loops:
+            print(f"loops {', '.join(replay.unknown_loops)} have as many trips as the data says: counted once")
     counts = hlo.total(phases)
-    seconds, busy, moved, kernel_s, calls, guessed = (
-        {re.sub("[ -]", "_", key): x for (what, key), x in counts.items() if what == which}
-        for which in ("s", "busy", "bytes", "kernel", "calls", "guessed"))
-    step_s, guessed = sum(seconds.values()), sum(guessed.values())
+    seconds, busy, moved, kernel_s = ({re.sub("[ -]", "_", key): x for (what, key), x in sorted(counts.items()) if what == which}
+                                      for which in ("s", "busy", "bytes", "kernel"))
+    step_s, tokens = sum(seconds.values()), args.batch * args.seq
+    model_flops = model.flops_per_token(args.seq) * tokens
 
     memory = [part.executable.memory_analysis() for _, part, _ in parts]
-    resident = getattr(step, "resident_bytes", 0)  # what lies in HBM between the parts
     largest = max(memory, key=lambda m: m.peak_memory_in_bytes)
+    resident = getattr(step, "resident_bytes", 0)  # what lies in HBM between the parts
     state, peak = largest.argument_size_in_bytes + resident, largest.peak_memory_in_bytes + resident
-    saved = min(sum(saved_bytes(part.graph.gm) for _, part, _ in parts), max(peak - state, 0))
-    tokens = args.batch * args.seq
-    model_flops = model.flops_per_token(args.seq) * tokens
-    r = {
-        "model": args.model, "size": args.size, "topology": args.topology, "slices": args.slices, "per_device_batch": args.per_device_batch,
-        "seq": args.seq, "flags": args.libtpu_init_flags or "", "params": sum(p.numel() for p in model.parameters()),
-        "devices": n, "chips": n // chip.devices, "hbm_bytes": peak, "hbm_limit_bytes": chip.hbm,
-        "hbm_arguments_and_temporaries_bytes": resident + max(m.argument_size_in_bytes + m.temp_size_in_bytes for m in memory),
-        "bytes_state": state, "bytes_saved_activations": saved, "bytes_temporaries": max(peak - state, 0) - saved,
+    saved = sum(saved_bytes(part.graph.gm) for _, part, _ in parts)
+    return {
+        "model": args.model, "size": args.size, "topology": args.topology, "flags": args.libtpu_init_flags or "",
+        "slices": args.slices, "chips": n // chip.devices, "devices": n, "per_device_batch": args.per_device_batch, "seq": args.seq,
+        "params": sum(p.numel() for p in model.parameters()),
+        "hbm_bytes": peak, "hbm_limit_bytes": chip.hbm,
+        "bytes_state": state, "bytes_saved_activations": saved, "bytes_temporaries": max(peak - state - saved, 0),
         "bytes_code": sum(m.generated_code_size_in_bytes for m in memory),
+        "bytes_arguments_and_temporaries": state + largest.temp_size_in_bytes,
         "host_bytes": max(m.host_temp_size_in_bytes + m.host_argument_size_in_bytes for m in memory),
-        "model_flops": model_flops, "hardware_flops": flops, "cycles": sum(s for k, s in seconds.items() if k not in busy) * chip.peak / chip.mxu,
-        "predicted_step_s": step_s, "tokens_per_s_per_chip": tokens / step_s / n * chip.devices, "predicted_mfu": model_flops / step_s / chip.peak / n,
-        "matmul_bound_mfu": chip.matmul / chip.mxu * min(model_flops / flops, 1), "guessed_s": guessed,
-        "trace_s": clock[1] - clock[0], "lower_s": clock[2] - clock[1], "compile_s": clock[3] - clock[2],
+        **{f"s_{kind}": s for kind, s in seconds.items()}, **{f"hidden_{kind}": s - seconds[kind] for kind, s in busy.items()},
         **{f"moved_{engine}_bytes": moved.get(engine, 0) for engine in ("ici", "dcn", "host")},
-        **{f"s_{k}": s for k, s in sorted(seconds.items())}, **{f"hidden_{k}": s - seconds[k] for k, s in sorted(busy.items())},
-    }
-    assumptions = [
-        f"peak {chip.peak / 1e12:,.1f} TFLOP/s a device; clock {chip.peak / chip.mxu / GB:.2f} GHz = peak / {chip.mxu:,} MXU flops a cycle",
-        f"calibration: the compiler gives a 16384-cubed matmul {chip.matmul:,} flops a cycle: nothing can exceed {chip.matmul / chip.mxu:.0%} MFU, "
-        f"this step {r['matmul_bound_mfu']:.0%} by what it computes twice",
-        f"ICI {bandwidth['ici'] / GB:.0f} GB/s into a chip ({chip.ici / GB:.0f} GB/s a link one way x {LINK_EFFICIENCY}; what both devices of a chip need "
-        f"comes in once), DCN {bandwidth['dcn'] / GB:.1f} GB/s a device, host {HOST_BANDWIDTH / GB:.0f} GB/s, HBM {chip.hbm_bandwidth / GB:,.0f} GB/s",
-        f"{guessed * 1e3:.1f} ms are ops without compiler cycles (gathers, scatters, sorts), taken at HBM bandwidth, as is what SparseCores do",
-        "Pallas kernels at a share of the MXU peak, at least at HBM speed: " + ", ".join(
-            f"{k} x {calls[k]:.0f}: {s * 1e3:.1f} ms at {KERNELS[k][1]:.0%}" for k, s in sorted(kernel_s.items())),
-    ] + [f"loop {loop} has as many trips as the data says: counted once" for loop in unknown_loops]
-    return r, assumptions, phases
+        "cycles": sum(s for kind, s in seconds.items() if kind not in busy) * chip.peak / chip.mxu,
+        "model_flops": model_flops, "hardware_flops": flops, "predicted_step_s": step_s,
+        "tokens_per_s_per_chip": tokens / step_s / n * chip.devices, "predicted_mfu": model_flops / step_s / chip.peak / n,
+        "matmul_bound_mfu": chip.matmul / chip.mxu * min(model_flops / flops, 1),
+        "trace_s": clock[1] - clock[0], "lower_s": clock[2] - clock[1], "compile_s": clock[3] - clock[2],
+        "assumed_peak_flops_per_s": chip.peak, "assumed_mxu_flops_per_cycle": chip.mxu, "assumed_clock_per_s": chip.peak / chip.mxu,
+        "assumed_matmul_flops_per_cycle": chip.matmul,
+        **{f"assumed_{engine}_bytes_per_s": rate for engine, rate in bandwidth.items()},
+        "assumed_for_ops_without_cycles_s": counts["guessed", "ops"],
+        **{f"assumed_for_{op}_s": s for op, s in kernel_s.items()}, **{f"assumed_{op}_mfu": KERNELS[op][1] for op in kernel_s},
+    }, phases
 
 
 def saved_bytes(gm):
@@ -262,22 +255,18 @@ def saved_bytes(gm):
 # --------------------------------------------------------------------------------------------------- showing
 
 
-def show(r, assumptions, phases, published):
-    total = r["predicted_step_s"]
-    print(f"\n{r['model']} {r['size']}, {r['params'] / 1e9:.2f}B parameters, on {r['chips']} chips ({r['devices']} devices), {r['slices']} x {r['topology']}, "
-          f"{r['per_device_batch']} x {r['seq']} tokens a device\n\nHBM a device {r['hbm_bytes'] / GB:10.2f} GB of {r['hbm_limit_bytes'] / GB:.1f} "
-          f"(arguments + temporaries {r['hbm_arguments_and_temporaries_bytes'] / GB:.2f}); host {r['host_bytes'] / GB:.2f} GB")
-    for key in ("state", "saved_activations", "temporaries", "code"):
-        print(f"  {key.replace('_', ' '):20} {r['bytes_' + key] / GB:8.2f} GB")
-    print(f"\nstep {total * 1e3:20.1f} ms          ms  share  hidden ms")
-    for key in sorted((k for k in r if k.startswith("s_")), key=lambda k: -r[k]):
-        print(f"  {key[2:].replace('_', ' '):28} {r[key] * 1e3:9.1f} {r[key] / total:6.1%} {r.get('hidden_' + key[2:], 0) * 1e3:10.1f}")
-    print("in order: " + ", ".join(f"{name or 'then'} {hlo.seconds(part) * 1e3:.1f} ms" for name, part in phases)
-          + "\nmoved a device: " + ", ".join(f"{e} {r[f'moved_{e}_bytes'] / GB:.2f} GB" for e in ("ici", "dcn", "host"))
-          + f"\nflops: model {r['model_flops']:.3e}, hardware {r['hardware_flops']:.3e} ({r['hardware_flops'] / r['model_flops']:.2f}x: computed again, masked "
-          f"parts of blocks)\npredicted: {total:.3f} s a step, {r['tokens_per_s_per_chip']:,.0f} tokens/s a chip, MFU {r['predicted_mfu']:.1%}"
-          + (f"; published {published[0]:.1%} on {published[1]}" if published else "")
-          + f"\ntrace {r['trace_s']:.1f} s, lower {r['lower_s']:.1f} s, compile {r['compile_s']:.1f} s\n\nassumed:\n  " + "\n  ".join(assumptions))
+def show(r, published):
+    """The flat dict, line by line, in units for people: of time also the share of the step."""
+    for key, x in r.items():
+        if "bytes" in key:
+            text = f"{x / GB:12.2f} GB" + "/s" * key.endswith("per_s")
+        elif re.search("^s_|^hidden_|^assumed_for|step_s$", key):
+            text = f"{x * 1e3:12.1f} ms {x / r['predicted_step_s']:7.1%}"
+        else:
+            text = f"{x:12.1%}" if key.endswith("mfu") else f"{x:12.1f} s" if key.endswith("_s") and x < 1e6 else \
+                x if isinstance(x, str) else f"{x:12,.0f}" if x < 1e12 else f"{x:12.3e}"
+        print(f"{key:40} {text}")
+    print(f"predicted MFU {r['predicted_mfu']:.1%}; published: " + (f"{published[0]:.1%} on {published[1]}" if published else "none"))
 
 
 def draw(r, phases, path):
@@ -287,40 +276,43 @@ def draw(r, phases, path):
     import matplotlib.pyplot as plt
 
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(11, 5), height_ratios=[2, 1], layout="constrained")
-    colors, start = {}, 0
-    for name, part in phases:
-        for (what, kind), s in sorted(part.items()):
-            if what == "s" and s:
-                label = kind if kind not in colors else None
-                top.barh(0, s * 1e3, left=start, label=label, color=colors.setdefault(kind, plt.get_cmap("tab20").colors[len(colors)]))
-                start += s * 1e3
-        top.axvline(start, color="black", lw=0.5)
-    top.set(yticks=[], xlabel="ms", title=f"{r['model']} {r['size']} on {r['topology']}: step {r['predicted_step_s']:.3f} s, MFU {r['predicted_mfu']:.1%} (predicted)")
-    start = 0
-    for key in ("state", "saved_activations", "temporaries"):
-        bottom.barh(0, r["bytes_" + key] / GB, left=start, label=key.replace("_", " "))
-        start += r["bytes_" + key] / GB
+    times = [(kind, s * 1e3) for _, part in phases for (what, kind), s in sorted(part.items()) if what == "s" and s]
+    memory = [(key, r["bytes_" + key] / GB) for key in ("state", "saved_activations", "temporaries")]
+    for axes, pieces, unit in ((top, times, "ms"), (bottom, memory, "GB a device")):
+        colors, start = {}, 0
+        for kind, width in pieces:
+            label = None if kind in colors else kind
+            color = colors.setdefault(kind, plt.get_cmap("tab20").colors[len(colors)])
+            axes.barh(0, width, left=start, label=label, color=color)
+            start += width
+        axes.set(yticks=[], xlabel=unit)
     bottom.axvline(r["hbm_limit_bytes"] / GB, color="red", label="HBM")
-    bottom.set(yticks=[], xlabel="GB a device")
     for axes in (top, bottom):
         axes.legend(ncols=8, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    top.set_title(f"{r['model']} {r['size']} on {r['topology']}: step {r['predicted_step_s']:.3f} s, MFU {r['predicted_mfu']:.1%} (predicted)")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def row(name, r):
-    print(f"| {name} | {r['hbm_bytes'] / GB:.2f} ({r['hbm_arguments_and_temporaries_bytes'] / GB:.2f}) | {r['predicted_step_s']:.3f} | {r['tokens_per_s_per_chip']:,.0f} "
-          f"| {r['predicted_mfu']:.1%} | {r['cycles'] / 1e6:,.0f} | {r['moved_ici_bytes'] / GB:.1f} | {r['moved_dcn_bytes'] / GB:.1f} | {r['compile_s']:.0f} |", flush=True)
+def row(name, args):
+    """Compiles, and prints a line of a table. -> the report, None if it does not fit."""
+    try:
+        r, _ = report(args)
+    except DoesNotFit as e:
+        return print(f"| {name} | {str(e).splitlines()[0]} |", flush=True)
+    print("| | HBM GB (arguments + temporaries) | step s | tokens/s a chip | MFU | Mcycles | ICI GB | DCN GB | compile s |\n"
+          f"|{'---|' * 9}\n| {name} | {r['hbm_bytes'] / GB:.2f} ({r['bytes_arguments_and_temporaries'] / GB:.2f}) | {r['predicted_step_s']:.3f} | "
+          f"{r['tokens_per_s_per_chip']:,.0f} | {r['predicted_mfu']:.1%} | {r['cycles'] / 1e6:,.0f} | {r['moved_ici_bytes'] / GB:.1f} | "
+          f"{r['moved_dcn_bytes'] / GB:.1f} | {r['compile_s']:.0f} |", flush=True)
+    return r
 
-
-HEADER = "| | HBM GB (arguments + temporaries) | step s | tokens/s a chip | MFU | Mcycles | ICI GB | DCN GB | compile s |\n|" + "---|" * 9
 
 # -------------------------------------------------------------------------------------------- subcommands
 
 
 def plan(args):
-    r, assumptions, phases = report(args)
-    show(r, assumptions, phases, recipes.RECIPES[args.recipe].published if args.recipe else None)
+    r, phases = report(args)
+    show(r, recipes.RECIPES[args.recipe].published if args.recipe else None)
     if args.report:
         with open(args.report, "w") as out:
             json.dump(r, out, indent=1)
@@ -329,58 +321,45 @@ def plan(args):
 
 
 def batch(args):
-    """The largest per-device batch that fits: doubles until one does not, then halves the gap down to 1/32. Memory is no line to be
-    followed: near the limit the compiler computes things twice to fit, which shows in the MFU."""
+    """The largest per-device batch that fits: doubles until one does not, then halves the gap down to 1/32. Memory is no line to
+    follow: near the limit the compiler computes things twice to fit, which shows in the MFU."""
     fits, best, too_large = {}, 0, math.inf
     while too_large - best > max(1, best // 32):
         args.per_device_batch = (best + too_large) // 2 if too_large < math.inf else 2 * best or args.per_device_batch
-        try:
-            r, *_ = report(args)
+        if r := row(f"batch {args.per_device_batch}", args):
             best = args.per_device_batch
             fits[best] = r["predicted_mfu"]
-            print(HEADER)
-            row(f"batch {best}", r)
-        except CompileError as e:
-            if not e.need:
-                raise
+        else:
             too_large = args.per_device_batch
-            print(f"batch {too_large}: {e.line}")
     fastest = max(fits, key=fits.get, default=None)
-    print(f"largest per-device batch that fits: {best}, MFU {fits[best]:.1%}; best MFU: {fastest}, {fits[fastest]:.1%}" if fits else "not even 1 row fits")
+    print(f"largest per-device batch that fits: {best}, MFU {fits[best]:.1%}; best MFU: {fits[fastest]:.1%} at {fastest}" if fits else
+          "not even 1 row a device fits")
 
 
 def scaling(args):
     """Weak scaling: the same rows a device on more and more chips."""
     for chips in args.chips or SCALES:
-        args.topology, args.slices = SCALES[chips]
-        try:
-            r, *_ = report(args)
-            print(HEADER)
-            row(f"{chips} chips, {args.slices} slice(s)", r)
-        except CompileError as e:
-            print(f"{chips} chips: {e.line}")
+        args.topology, args.slices = SCALES[chips], 8 if chips == 8192 else 1
+        row(f"{chips} chips, {args.slices} slice(s)", args)
 
 
 def flags(args):
     """What compiler flags change against the recipe's own. On devices that are here: step 1's loss and gradient norm, bit for bit."""
-    before = recipes.flags_of(args.recipe) if args.recipe else ""
-    both = {"before": before, "with flags": f"{before} {args.libtpu_init_flags or ''}".strip()}
+    own = recipes.flags_of(args.recipe) if args.recipe else ""
+    both = {"before": own, "with flags": f"{own} {args.libtpu_init_flags or ''}".strip()}
     if args.topology and not lowering.ON_TPU_HOST:
         for name, args.libtpu_init_flags in both.items():
-            r, *_ = report(args)
-            print(HEADER)
-            row(name, r)
+            row(name, args)
         return print("whether it changes rounding: run the same flags without --topology, on such chips")
     found = []
-    for given in both.values():
-        with tempfile.TemporaryDirectory() as folder:
-            metrics = os.path.join(folder, "metrics")
-            command = [sys.executable, train.__file__, *args.rest, "--steps", "1", "--metrics", metrics, f"--libtpu-init-flags={given}"]
-            if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-                raise UsageError(f"train.py refused: {' '.join(command[1:])}")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, given in both.items():
+            metrics = os.path.join(folder, name)
+            subprocess.run([sys.executable, train.__file__, *args.rest, "--steps", "1", "--metrics", metrics,
+                            f"--libtpu-init-flags={given}"], check=True, stdout=subprocess.DEVNULL)
             first = json.loads(open(metrics).readline())
-        found.append({key: first[key].hex() for key in ("loss", "grad_norm")})
-        print(found[-1], first["loss"], first["grad_norm"])
+            found.append({key: first[key].hex() for key in ("loss", "grad_norm")})
+            print(f"{name:12}", found[-1], first["loss"], first["grad_norm"])
     print("free: the same bits" if found[0] == found[1] else "changes rounding")
 
 
@@ -390,16 +369,14 @@ COMMANDS = {"plan": plan, "batch": batch, "scaling": scaling, "flags": flags}
 def parse(argv):
     """-> (subcommand, args): plan.py's own flags, and the rest by train.py's parser. A recipe's chips come first, so that
     later flags override them."""
-    p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    p.add_argument("--recipe")
-    p.add_argument("--chips", type=lambda s: [int(c) for c in s.split(",")], help="scaling: only these of " + ", ".join(map(str, SCALES)))
-    p.add_argument("--hlo", metavar="FILE", help="write the compiler's optimized HLO")
     command, argv = (argv[0], argv[1:]) if argv[:1] and argv[0] in COMMANDS else ("plan", argv)
+    p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    p.error = lambda message: (_ for _ in ()).throw(UsageError(message))
+    p.add_argument("--recipe")
+    p.add_argument("--chips", type=int, nargs="+", choices=SCALES, help="scaling: only these")
+    p.add_argument("--hlo", metavar="FILE", help="write the compiler's optimized HLO")
     mine, rest = p.parse_known_args(argv)
-    if unknown := [c for c in mine.chips or () if c not in SCALES]:
-        raise UsageError(f"--chips {unknown[0]} is not one of {', '.join(map(str, SCALES))}")
-    if mine.recipe:
-        rest = ["--recipe", mine.recipe, *rest]
+    rest = ["--recipe", mine.recipe, *rest] if mine.recipe else rest
     chips = recipes.chips_of(mine.recipe) if mine.recipe in recipes.RECIPES else []
     args = train.parse_args(chips + rest)
     args.rest, args.chips, args.hlo, args.per_device_batch = rest, mine.chips, mine.hlo, args.per_device_batch or 1
