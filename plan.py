@@ -162,10 +162,11 @@ def compile_part(part, flags):
     try:
         part.compile(recipes.compiler_options(flags))
     except jax.errors.JaxRuntimeError as e:
-        if not (excess := re.search(r"Used [\d.]+. of [\d.]+. hbm. Exceeded .*? by [\d.]+.|temporaries \([^)]*\) exceeds .*?\([^)]*\)", str(e))):
+        excess = re.search(r"Used [\d.]+. of [\d.]+. hbm. Exceeded .*? by [\d.]+.|temporaries \(\S+ exceeds .*? \(\S+", str(e))
+        if not excess:
             raise CompileError(f"the TPU compiler refused the program\n{e}") from e
-        raise DoesNotFit(f"does not fit a device: {excess.group()}. Levers: smaller --per-device-batch or --seq, --scan, Pallas attention "
-                         f"and loss, offload, more chips\n{e}") from e
+        raise DoesNotFit(f"does not fit a device: {excess.group()}. Levers: smaller --per-device-batch or --seq, --scan, Pallas "
+                         f"attention and loss, offload, more chips\n{e}") from e
 
 
 def report(args):
@@ -217,11 +218,11 @@ def report(args):
     resident = getattr(step, "resident_bytes", 0)  # what lies in HBM between the parts
     state, peak = largest.argument_size_in_bytes + resident, largest.peak_memory_in_bytes + resident
     saved = sum(saved_bytes(part.graph.gm) for _, part, _ in parts)
+    published, where = args.recipe and recipes.RECIPES[args.recipe].published or (None, "nowhere")
     return {
         "model": args.model, "size": args.size, "topology": args.topology, "flags": args.libtpu_init_flags or "",
-        "slices": args.slices, "chips": n // chip.devices, "devices": n, "per_device_batch": args.per_device_batch, "seq": args.seq,
-        "params": sum(p.numel() for p in model.parameters()),
-        "hbm_bytes": peak, "hbm_limit_bytes": chip.hbm,
+        "slices": args.slices, "chips": n // chip.devices, "devices": n, "per_device_batch": args.per_device_batch,
+        "seq": args.seq, "params": sum(p.numel() for p in model.parameters()), "hbm_bytes": peak, "hbm_limit_bytes": chip.hbm,
         "bytes_state": state, "bytes_saved_activations": saved, "bytes_temporaries": max(peak - state - saved, 0),
         "bytes_code": sum(m.generated_code_size_in_bytes for m in memory),
         "bytes_arguments_and_temporaries": state + largest.temp_size_in_bytes,
@@ -230,11 +231,12 @@ def report(args):
         **{f"moved_{engine}_bytes": moved.get(engine, 0) for engine in ("ici", "dcn", "host")},
         "cycles": sum(s for kind, s in seconds.items() if kind not in busy) * chip.peak / chip.mxu,
         "model_flops": model_flops, "hardware_flops": flops, "predicted_step_s": step_s,
-        "tokens_per_s_per_chip": tokens / step_s / n * chip.devices, "predicted_mfu": model_flops / step_s / chip.peak / n,
+        "tokens_per_s_per_chip": tokens / step_s / n * chip.devices,
+        "predicted_mfu": model_flops / step_s / chip.peak / n, "published_mfu": published, "published_where": where,
         "matmul_bound_mfu": chip.matmul / chip.mxu * min(model_flops / flops, 1),
         "trace_s": clock[1] - clock[0], "lower_s": clock[2] - clock[1], "compile_s": clock[3] - clock[2],
-        "assumed_peak_flops_per_s": chip.peak, "assumed_mxu_flops_per_cycle": chip.mxu, "assumed_clock_per_s": chip.peak / chip.mxu,
-        "assumed_matmul_flops_per_cycle": chip.matmul,
+        "assumed_peak_flops_per_s": chip.peak, "assumed_mxu_flops_per_cycle": chip.mxu,
+        "assumed_clock_per_s": chip.peak / chip.mxu, "assumed_matmul_flops_per_cycle": chip.matmul,
         **{f"assumed_{engine}_bytes_per_s": rate for engine, rate in bandwidth.items()},
         "assumed_for_ops_without_cycles_s": counts["guessed", "ops"],
         **{f"assumed_for_{op}_s": s for op, s in kernel_s.items()}, **{f"assumed_{op}_mfu": KERNELS[op][1] for op in kernel_s},
@@ -250,18 +252,18 @@ def saved_bytes(gm):
 # --------------------------------------------------------------------------------------------------- showing
 
 
-def show(r, published):
+def show(r):
     """The flat dict, line by line, in units for people: of time also the share of the step."""
     for key, x in r.items():
-        if "bytes" in key:
+        if x is None or isinstance(x, str):
+            text = x or "none"
+        elif "bytes" in key:
             text = f"{x / GB:12.2f} GB" + "/s" * key.endswith("per_s")
         elif re.search("^s_|^hidden_|^assumed_for|step_s$", key):
             text = f"{x * 1e3:12.1f} ms {x / r['predicted_step_s']:7.1%}"
         else:
-            text = f"{x:12.1%}" if key.endswith("mfu") else f"{x:12.1f} s" if key.endswith("_s") and x < 1e6 else \
-                x if isinstance(x, str) else f"{x:12,.0f}" if x < 1e12 else f"{x:12.3e}"
+            text = f"{x:12.1%}" if key.endswith("mfu") else f"{x:12,.1f}" if x < 1e12 else f"{x:12.3e}"
         print(f"{key:40} {text}")
-    print(f"predicted MFU {r['predicted_mfu']:.1%}; published: " + (f"{published[0]:.1%} on {published[1]}" if published else "none"))
 
 
 def draw(r, phases, path):
@@ -284,21 +286,25 @@ def draw(r, phases, path):
     bottom.axvline(r["hbm_limit_bytes"] / GB, color="red", label="HBM")
     for axes in (top, bottom):
         axes.legend(ncols=8, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    top.set_title(f"{r['model']} {r['size']} on {r['topology']}: step {r['predicted_step_s']:.3f} s, MFU {r['predicted_mfu']:.1%} (predicted)")
+    top.set_title(f"{r['model']} {r['size']} on {r['topology']}: predicted MFU {r['predicted_mfu']:.1%}")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
+COLUMNS = {  # of a table: title -> key of the report, unit
+    "HBM GB": ("hbm_bytes", GB), "arguments + temporaries": ("bytes_arguments_and_temporaries", GB),
+    "step ms": ("predicted_step_s", 1e-3), "MFU %": ("predicted_mfu", 0.01), "tokens/s a chip": ("tokens_per_s_per_chip", 1),
+    "Mcycles": ("cycles", 1e6), "ICI GB": ("moved_ici_bytes", GB), "DCN GB": ("moved_dcn_bytes", GB), "compile s": ("compile_s", 1)}
+
+
 def row(name, args):
-    """Compiles, and prints a line of a table. -> the report, None if it does not fit."""
+    """Compiles, and prints it as a line of a table. -> the report, None if it does not fit."""
     try:
         r, _ = report(args)
     except DoesNotFit as e:
         return print(f"| {name} | {str(e).splitlines()[0]} |", flush=True)
-    print("| | HBM GB (arguments + temporaries) | step s | tokens/s a chip | MFU | Mcycles | ICI GB | DCN GB | compile s |\n"
-          f"|{'---|' * 9}\n| {name} | {r['hbm_bytes'] / GB:.2f} ({r['bytes_arguments_and_temporaries'] / GB:.2f}) | {r['predicted_step_s']:.3f} | "
-          f"{r['tokens_per_s_per_chip']:,.0f} | {r['predicted_mfu']:.1%} | {r['cycles'] / 1e6:,.0f} | {r['moved_ici_bytes'] / GB:.1f} | "
-          f"{r['moved_dcn_bytes'] / GB:.1f} | {r['compile_s']:.0f} |", flush=True)
+    print(f"| | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")
+    print(f"| {name} | {' | '.join(f'{r[key] / unit:,.2f}' for key, unit in COLUMNS.values())} |", flush=True)
     return r
 
 
@@ -307,7 +313,7 @@ def row(name, args):
 
 def plan(args):
     r, phases = report(args)
-    show(r, recipes.RECIPES[args.recipe].published if args.recipe else None)
+    show(r)
     if args.report:
         with open(args.report, "w") as out:
             json.dump(r, out, indent=1)
@@ -326,9 +332,8 @@ def batch(args):
             fits[best] = r["predicted_mfu"]
         else:
             too_large = args.per_device_batch
-    fastest = max(fits, key=fits.get, default=None)
-    print(f"largest per-device batch that fits: {best}, MFU {fits[best]:.1%}; best MFU: {fits[fastest]:.1%} at {fastest}" if fits else
-          "not even 1 row a device fits")
+    for what, b in (("largest per-device batch that fits", best), ("best MFU", max(fits, key=fits.get, default=0))):
+        print(f"{what}: {b or 'none'}, MFU {fits.get(b, 0):.1%}")
 
 
 def scaling(args):
@@ -339,7 +344,7 @@ def scaling(args):
 
 
 def flags(args):
-    """What compiler flags change against the recipe's own. On devices that are here: step 1's loss and gradient norm, bit for bit."""
+    """What compiler flags change against the recipe's own; on devices that are here, in the bits of step 1."""
     own = recipes.flags_of(args.recipe) if args.recipe else ""
     both = {"before": own, "with flags": f"{own} {args.libtpu_init_flags or ''}".strip()}
     if args.topology and not lowering.ON_TPU_HOST:
@@ -372,7 +377,8 @@ def parse(argv):
     if wrong := [n for n in args.chips if n not in SCALES]:
         raise UsageError(f"{command} {wrong[0]}: scaling knows {', '.join(map(str, SCALES))} chips")
     if not args.topology and command != "flags":
-        raise UsageError(f"--topology NAME or --recipe NAME is needed. Topologies: {KNOWN}; recipes: {', '.join(recipes.RECIPES)}")
+        raise UsageError(f"--topology NAME or --recipe NAME is needed. Topologies: {KNOWN}; recipes: "
+                         f"{', '.join(recipes.RECIPES)}")
     return command, args
 
 

@@ -147,7 +147,7 @@ def test_a_plan_of_the_debug_model_has_every_key_and_adds_up(tmp_path, capsys):
     assert r["bytes_state"] >= 12 * r["params"] / 4  # fp32 weights and two moments, over 4 devices
     out = capsys.readouterr().out
     assert all(key in out for key in r), "what the JSON says is on the terminal"
-    assert r["assumed_peak_flops_per_s"] == 197e12 and "predicted MFU" in out and "published" in out
+    assert r["assumed_peak_flops_per_s"] == 197e12 and r["published_mfu"] is None
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_is_one_clear_line(argv, says, capsys):
 def test_what_does_not_fit_says_by_how_much(capsys):
     assert plan.main([*DEBUG, "--per-device-batch", "16384"]) == 2
     error = capsys.readouterr().err
-    assert re.search(r"does not fit a device: Used [\d.]+G of [\d.]+G hbm. Exceeded hbm capacity by [\d.]+G|temporaries \([\d.]+G\) exceeds available HBM", error)
+    assert re.search(r"does not fit a device: Used [\d.]+G of [\d.]+G hbm. Exceeded hbm capacity by [\d.]+G|temporaries \([\d.]+G\) exceeds available HBM \([\d.]+G\)", error)
     assert "Levers" in error
 
 
