@@ -72,7 +72,8 @@ def test_each_device_holds_its_share_of_weights_and_moments_and_the_same_weights
 
 def test_a_parameter_that_no_dimension_divides_stays_whole():
     assert simple_fsdp.shard_dim((6, 10), 4) is None
-    assert simple_fsdp.shard_dim((8, 32, 16), 4) == 1
+    assert simple_fsdp.shard_dim((8, 32, 16), 4) == 0
+    assert simple_fsdp.shard_dim((6, 10, 32), 4) == 2
     assert simple_fsdp.shard_dim((16, 16), 4) == 0
 
 
