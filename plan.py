@@ -108,7 +108,10 @@ def name_kernels(gm):
         name = str(node.target)
         if node.target is graph_trainer.loop:
             flops += node.args[2][0].meta["val"].shape[0] * name_kernels(getattr(gm, node.args[0].target))
-        elif name.startswith("tpu."):
+        elif node.target is graph_trainer.call:
+            flops += name_kernels(getattr(gm, node.args[0].target))
+            node.meta["stack_trace"] = f'File "{node.name}", line 0, in call'  # layers may share one body
+        elif name.startswith("tpu.") and name.split(".")[1] in KERNELS:
             size = matmul_size(node, name)
             flops += size * KERNELS[name.split(".")[1]][0]
             node.meta["stack_trace"] = f'File "{node.name} matmul={size:.0f} ", line 0, in {name}'
@@ -186,8 +189,8 @@ def report(args):
         model = train.build_model(args, config, device_mesh)
         mesh = Mesh(devices, ("replicas", "fsdp"), axis_types=(AxisType.Auto,) * 2)
         step, _ = train.build_programs(args, model, graph_trainer.AdamW(), device_mesh, mesh)
-        parts = step.parts() if hasattr(step, "parts") else [("", step, 1)]  # name, lowering.Program, calls a step
-        flops = n * sum(name_kernels(part.graph.gm) * times for _, part, times in parts)
+        parts = step.parts()
+        flops = n * sum(name_kernels(part.gm) * times for _, part, times in parts)
     clock.append(time.perf_counter())
     with train.phase("lowering"):
         for _, part, _ in parts:
@@ -217,7 +220,7 @@ def report(args):
     largest = max(memory, key=lambda m: m.peak_memory_in_bytes)
     resident = getattr(step, "resident_bytes", 0)  # what lies in HBM between the parts
     state, peak = largest.argument_size_in_bytes + resident, largest.peak_memory_in_bytes + resident
-    saved = sum(saved_bytes(part.graph.gm) for _, part, _ in parts)
+    saved = sum(saved_bytes(part.gm) for _, part, _ in parts)
     published, where = args.recipe and recipes.RECIPES[args.recipe].published or (None, "nowhere")
     return {
         "model": args.model, "size": args.size, "topology": args.topology, "flags": args.libtpu_init_flags or "",
@@ -371,7 +374,7 @@ def parse(argv):
     command, argv = (argv[0], argv[1:]) if argv[:1] and argv[0] in COMMANDS else ("plan", argv)
     numbers = list(itertools.takewhile(str.isdigit, argv))
     argv = argv[len(numbers):]
-    recipe = train.parse_args(["--topology", "", *argv]).recipe if "--recipe" in " ".join(argv) else None
+    recipe = train.parse_args(["--topology", "any", *argv]).recipe if "--recipe" in " ".join(argv) else None
     args = train.parse_args((recipes.chips_of(recipe) if recipe else []) + argv)
     args.argv, args.chips, args.per_device_batch = argv, [int(n) for n in numbers], args.per_device_batch or 1
     if wrong := [n for n in args.chips if n not in SCALES]:
