@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 def shard_dim(shape, n):
     """The first dimension that n divides, or None: the parameter stays replicated.
 
-    Only even shards, because every device must run the same program. The first, because a TPU pads the last one to 128:
-    2,048 shards of 26 columns each would take five times their bytes.
+    Only even shards, because every device must run the same program. The first, because collectives put shards below each other.
     """
     return next((d for d, size in enumerate(shape) if size % n == 0), None)
 
@@ -122,8 +121,8 @@ class Read:
         return funcol.all_reduce(grad, self.op, self.replicas.get_group()) if self.replicas else grad
 
     def first(self, p):
-        """-> p with its sharded dimension in the first place, that dimension, placements of the result. XLA would lay gathered
-        shards of few columns below each other, each padded to 128. With scan, p may be all layers', stacked."""
+        """-> p with its sharded dimension in the first place, that dimension, placements of the result. DTensor would gather into
+        the first one all the same, and then cut 2,048 pieces and lay them side by side. With scan, p may be all layers', stacked."""
         if not isinstance(self.placement, Shard):
             return p, 0, [self.placement]
         dim = self.placement.dim + p.ndim - self.ndim

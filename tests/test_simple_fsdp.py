@@ -120,7 +120,7 @@ def test_the_tpu_compiler_hides_gathers_behind_compute():
     """plan.py replays the compiled schedule: what lies between a collective's start and its done hides it."""
     import plan
     _, args = plan.parse("--topology v5e:2x4 --model llama3 --size 8b --layers 2 --scan --seq 1024".split())
-    report, _, _ = plan.report(args)
+    report, _ = plan.report(args)
     assert report["hidden_all_gather"] > 1e-3  # seconds
 
 
