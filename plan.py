@@ -229,7 +229,8 @@ def report(args):
         "bytes_state": state, "bytes_saved_activations": saved, "bytes_temporaries": max(peak - state - saved, 0),
         "bytes_code": sum(m.generated_code_size_in_bytes for m in memory),
         "bytes_arguments_and_temporaries": state + largest.temp_size_in_bytes,
-        "host_bytes": max(m.host_temp_size_in_bytes + m.host_argument_size_in_bytes for m in memory),
+        "host_bytes": max(m.host_temp_size_in_bytes + m.host_argument_size_in_bytes + m.host_output_size_in_bytes
+                          - m.host_alias_size_in_bytes for m in memory),
         **{f"s_{kind}": s for kind, s in seconds.items()}, **{f"hidden_{kind}": s - seconds[kind] for kind, s in busy.items()},
         **{f"moved_{engine}_bytes": moved.get(engine, 0) for engine in ("ici", "dcn", "host")},
         "cycles": sum(s for kind, s in seconds.items() if kind not in busy) * chip.peak / chip.mxu,

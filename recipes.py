@@ -73,7 +73,8 @@ RECIPES = {
     "qwen3_32b": Recipe("qwen3", "32b", "tpu7x:4x4x4", 1, 8192),
     "qwen3_30b_a3b": Recipe("qwen3_moe", "30b-a3b", "tpu7x:2x2x2", 1, 4096),
     "qwen3_235b": Recipe("qwen3_moe", "235b-a22b", "tpu7x:8x8x16", 1, 4096, published=(0.324, f"tpu7x, {TITAN}")),
-    "flux_12b": Recipe("flux", "12b", "tpu7x:8x8x16", 1, 4608, published=(0.194, f"tpu7x:8x8x16, {TITAN}")),  # 512 + 64 x 64 tokens
+    # 512 tokens of text and 512 x 512 pixels. Not 8x8x16: its 2,048 devices divide no dimension of most weights (3,072)
+    "flux_12b": Recipe("flux", "12b", "tpu7x:8x8x8", 4, 1536),
     "muse_glimmer_30b": Recipe("muse_glimmer", "30b", "tpu7x:4x4x8", 1, 8192, published=(0.434, f"tpu7x:4x4x8, {TITAN}")),
 }
 

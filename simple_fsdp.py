@@ -121,8 +121,9 @@ class Read:
         return funcol.all_reduce(grad, self.op, self.replicas.get_group()) if self.replicas else grad
 
     def first(self, p):
-        """-> p with its sharded dimension in the first place, that dimension, placements of the result. DTensor would gather into
-        the first one all the same, and then cut 2,048 pieces and lay them side by side. With scan, p may be all layers', stacked."""
+        """-> p with its sharded dimension in the first place, that dimension, placements of the result. DTensor would gather
+        into the first one all the same, then cut 2,048 pieces apart and lay them side by side, over which the TPU compiler
+        takes minutes. With scan, p may be all layers', stacked."""
         if not isinstance(self.placement, Shard):
             return p, 0, [self.placement]
         dim = self.placement.dim + p.ndim - self.ndim
