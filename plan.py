@@ -165,7 +165,7 @@ def compile_part(part, flags):
     try:
         part.compile(recipes.compiler_options(flags))
     except jax.errors.JaxRuntimeError as e:
-        excess = re.search(r"Used [\d.]+. of [\d.]+. hbm. Exceeded .*? by [\d.]+.|temporaries \(\S+ exceeds .*? \(\S+", str(e))
+        excess = re.search(r"Used [\d.]+. of [\d.]+. hbm. Exceeded .*? by [\d.]+.|temporaries \(\S+\) exceeds .*? \(\S+?\)", str(e))
         if not excess:
             raise CompileError(f"the TPU compiler refused the program\n{e}") from e
         raise DoesNotFit(f"does not fit a device: {excess.group()}. Levers: smaller --per-device-batch or --seq, --scan, Pallas "
@@ -266,7 +266,7 @@ def show(r):
         elif re.search("^s_|^hidden_|^assumed_for|step_s$", key):
             text = f"{x * 1e3:12.1f} ms {x / r['predicted_step_s']:7.1%}"
         else:
-            text = f"{x:12.1%}" if key.endswith("mfu") else f"{x:12,.1f}" if x < 1e12 else f"{x:12.3e}"
+            text = f"{x:12.1%}" if key.endswith("mfu") else f"{x:12.3e}" if x > 1e12 else f"{x:12,}" if isinstance(x, int) else f"{x:12,.1f}"
         print(f"{key:40} {text}")
 
 
