@@ -266,7 +266,8 @@ def show(r):
         elif re.search("^s_|^hidden_|^assumed_for|step_s$", key):
             text = f"{x * 1e3:12.1f} ms {x / r['predicted_step_s']:7.1%}"
         else:
-            text = f"{x:12.1%}" if key.endswith("mfu") else f"{x:12.3e}" if x > 1e12 else f"{x:12,}" if isinstance(x, int) else f"{x:12,.1f}"
+            form = ".1%" if key.endswith("mfu") else ".3e" if x > 1e12 else "," if isinstance(x, int) else ",.1f"
+            text = f"{x:12{form}}"
         print(f"{key:40} {text}")
 
 
