@@ -540,7 +540,7 @@ class Piece:
     device, as slices of an array with a leading dimension of devices; hosted: numbers of results in host memory."""
 
     def __init__(self, gm, mesh, in_specs, out_specs, table=(), donated=(), wide_in=(), wide_out=(), hosted=()):
-        on_tpu = mesh.devices.flat[0].platform == "tpu"
+        on_tpu, self.gm = mesh.devices.flat[0].platform == "tpu", gm
         run = lower(gm, dict(table) | (host_memory() if on_tpu else {}))
 
         def fn(*args):

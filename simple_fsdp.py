@@ -22,12 +22,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 
 def shard_dim(shape, n):
-    """The largest dimension that n divides (the first of equals), or None: the parameter stays replicated.
+    """The first dimension that n divides, or None: the parameter stays replicated.
 
-    Only even shards, because every device must run the same program.
+    Only even shards, because every device must run the same program. The first, because collectives put shards below each other.
     """
-    dims = [d for d, size in enumerate(shape) if size % n == 0]
-    return max(dims, key=lambda d: shape[d], default=None)
+    return next((d for d, size in enumerate(shape) if size % n == 0), None)
 
 
 def fully_shard(module, mesh, **precision):
@@ -107,22 +106,28 @@ class Read:
         p = p.to_local() if isinstance(p, DTensor) else p  # under capture the state is plain shards already
         if self.replicas:
             p = SumGradient.apply(p, self.replicas.get_group(), self.op)
-        p = DTensor.from_local(p, self.shards, self.placements_of(p), run_check=False)
+        p, dim, place = self.first(p)
+        p = DTensor.from_local(p, self.shards, place, run_check=False)
         p = p.redistribute(placements=[Replicate()], forward_dtype=self.dtype, backward_dtype=self.reduce_dtype)
-        return p.to_local(grad_placements=[Partial(self.op)])
+        return p.to_local(grad_placements=[Partial(self.op)]).movedim(0, dim)
 
     def reduce(self, grad):
         """A whole parameter's gradient on each device -> the shard of its sum (or mean)."""
         if self.mesh is None:
             return grad
-        grad = DTensor.from_local(grad.to(self.reduce_dtype), self.shards, [Partial(self.op)], run_check=False)
-        grad = grad.redistribute(placements=self.placements_of(grad)).to_local()
+        grad, dim, place = self.first(grad.to(self.reduce_dtype))
+        grad = DTensor.from_local(grad, self.shards, [Partial(self.op)], run_check=False)
+        grad = grad.redistribute(placements=place).to_local().movedim(0, dim)
         return funcol.all_reduce(grad, self.op, self.replicas.get_group()) if self.replicas else grad
 
-    def placements_of(self, p):
-        """With scan, p may be all layers' parameters, stacked along a new first dimension."""
-        place = self.placement
-        return [Shard(place.dim + p.ndim - self.ndim) if isinstance(place, Shard) else place]
+    def first(self, p):
+        """-> p with its sharded dimension in the first place, that dimension, placements of the result. DTensor would gather
+        into the first one all the same, then cut 2,048 pieces apart and lay them side by side, over which the TPU compiler
+        takes minutes. With scan, p may be all layers', stacked."""
+        if not isinstance(self.placement, Shard):
+            return p, 0, [self.placement]
+        dim = self.placement.dim + p.ndim - self.ndim
+        return p.movedim(dim, 0), dim, [Shard(0)]
 
 
 def reads(module):
