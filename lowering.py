@@ -493,7 +493,7 @@ class Program:
         spec_of = dict(zip(inputs, self.specs)) | dict(zip(outputs, tree_flatten(out_specs)[0]))
         state = set(inputs[:len(tree_flatten(in_specs[:donate])[0])])
         last = {node: i for i, stage in enumerate(stages) for node in stage.inputs}
-        self.stages, self.pieces = [], {}  # equal stages share one Piece
+        self.stages, self.pieces, held = [], {}, set(inputs)  # equal stages share one Piece
         for i, stage in enumerate(stages):
             specs = [[spec_of.get(node, P(mesh.axis_names)) for node in nodes] for nodes in (stage.inputs, stage.outputs)]
             options = {"donated": [k for k, node in enumerate(stage.inputs) if node in state and last[node] == i and node.meta["val"].ndim],
@@ -505,7 +505,15 @@ class Program:
                 self.pieces[key] = Piece(stage.gm, mesh, *specs, table, **options)
             dropped = [node for node in stage.inputs if last[node] == i and node not in outputs]
             self.stages.append((self.pieces[key], stage.inputs, stage.outputs, dropped))
+            # What lies in HBM meanwhile: values that this stage does not take, and those on their way for the next.
+            ahead = [node for node in stages[i + 1].inputs if is_hosted(node)] if i + 1 < len(stages) else []
+            beside = [node for node in held if node not in stage.inputs and not is_hosted(node)]
+            beside = sum(node.meta["val"].nbytes for node in [*beside, *ahead])
+            self.pieces[key].resident_bytes = max(self.pieces[key].resident_bytes, beside)
+            held = (held | set(stage.outputs)) - set(dropped)
         self.pieces = list(self.pieces.values())
+        # Virtual devices share threads: two programs at once, each with collectives, would wait for each other's forever.
+        self.waits = len(stages) > 1 and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
     def lower(self):
         for piece in self.pieces:
@@ -529,6 +537,8 @@ class Program:
                 if node in values and is_hosted(node):
                     values[node] = jax.device_put(values[node], NamedSharding(self.mesh, P(self.mesh.axis_names)))
             values.update(zip(outputs, piece.executable(*(values[node] for node in inputs))))
+            if self.waits:
+                jax.block_until_ready([values[node] for node in outputs])
             for node in dropped:
                 del values[node]
         return tree_unflatten([values[node] for node in self.outputs], self.graph.out_spec)
@@ -547,6 +557,7 @@ class Piece:
             out = run(*(x[0] if i in wide_in else x for i, x in enumerate(args)))
             return [x[None] if i in wide_out else x for i, x in enumerate(out)]
 
+        self.resident_bytes = 0  # at most, of other stages' values beside it
         self.inputs = [global_shape(node.meta["val"], spec, mesh, i in wide_in)
                        for i, (node, spec) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), in_specs))]
         fn = jax.shard_map(fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=list(out_specs), check_vma=False)

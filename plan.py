@@ -217,8 +217,8 @@ def report(args):
     model_flops = model.flops_per_token(args.seq) * tokens
 
     memory = [part.executable.memory_analysis() for _, part, _ in parts]
-    largest = max(memory, key=lambda m: m.peak_memory_in_bytes)
-    resident = getattr(step, "resident_bytes", 0)  # what lies in HBM between the parts
+    resident, largest = max(((part.resident_bytes, m) for (_, part, _), m in zip(parts, memory)),
+                            key=lambda at: at[0] + at[1].peak_memory_in_bytes)
     state, peak = largest.argument_size_in_bytes + resident, largest.peak_memory_in_bytes + resident
     saved = sum(saved_bytes(part.gm) for _, part, _ in parts)
     published, where = args.recipe and recipes.RECIPES[args.recipe].published or (None, "nowhere")
@@ -229,8 +229,7 @@ def report(args):
         "bytes_state": state, "bytes_saved_activations": saved, "bytes_temporaries": max(peak - state - saved, 0),
         "bytes_code": sum(m.generated_code_size_in_bytes for m in memory),
         "bytes_arguments_and_temporaries": state + largest.temp_size_in_bytes,
-        "host_bytes": max(m.host_temp_size_in_bytes + m.host_argument_size_in_bytes + m.host_output_size_in_bytes
-                          - m.host_alias_size_in_bytes for m in memory),
+        "host_bytes": graph_trainer.host_bytes(step.graph.gm),
         **{f"s_{kind}": s for kind, s in seconds.items()}, **{f"hidden_{kind}": s - seconds[kind] for kind, s in busy.items()},
         **{f"moved_{engine}_bytes": moved.get(engine, 0) for engine in ("ici", "dcn", "host")},
         "cycles": sum(s for kind, s in seconds.items() if kind not in busy) * chip.peak / chip.mxu,

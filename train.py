@@ -104,11 +104,11 @@ def parse_args(argv):
     g.add_argument("--tpu_config.use_graph_trainer", dest="mode", action="store_const", const="graph", help="--mode graph")
     g.add_argument("--eager-strict", action="store_true", help="--mode eager, one program an op instead of deferred and fused")
     g.add_argument("--device", choices=["xla", "tpu"], help="of --mode eager and compile: torch_xla's (default) or torch_tpu's")
-    g.add_argument("--scan", "--tpu_config.use_scan_layers", dest="scan", action="store_true",
+    g.add_argument("--scan", "--tpu_config.use_scan_layers", dest="scan", action=argparse.BooleanOptionalAction, default=False,
                    help="one loop over the decoder layers: compile time and program size of one layer")
     g.add_argument("--remat", choices=graph_trainer.REMAT, help="what a layer's forward saves for its backward besides its input: nothing "
                    "(full; default with --scan and --split), attention's results, those of all matmuls (dots), all (none; default otherwise)")
-    g.add_argument("--offload", action="store_true", help="with --scan: what the layers save lies in the host's memory (--split does so always)")
+    g.add_argument("--offload", action=argparse.BooleanOptionalAction, default=False, help="with --scan: what the layers save lies in the host's memory (--split does so always)")
     g.add_argument("--split", "--tpu_config.use_graph_split", dest="split", type=positive(int), nargs="?", const=1, default=0,
                    metavar="GROUPS", help="forward and backward as programs of their own, one pair for each group of layers")
     g.add_argument("--grad-accum", type=positive(int), default=1, metavar="N", help="take the batch as N micro-batches, one after the other")
@@ -173,7 +173,8 @@ def parse_args(argv):
         raise UsageError("--offload goes with --scan (--split keeps what it saves in host memory by itself)")
     for flag in ("scan", "grad_accum"):
         if args.split and getattr(args, flag) not in (False, 1):
-            raise UsageError(f"--split cuts unrolled layers into programs: leave out --{flag.replace('_', '-')}")
+            raise UsageError(f"--split cuts unrolled layers into programs: leave out --{flag.replace('_', '-')}"
+                             + " (or add --no-scan, after --recipe)" * (flag == "scan"))
     if args.profile:
         span = re.fullmatch(r"(\d+):(\d+)", args.profile)
         if not span or not 3 <= int(span[1]) <= int(span[2]) <= args.steps:
@@ -435,7 +436,7 @@ def train(args):
         evaluate.lower()
     with log.lost("compile"), phase("compiling"):
         step.compile(recipes.compiler_options(args.libtpu_init_flags))
-        evaluate.compile()
+        evaluate.compile(recipes.compiler_options(args.libtpu_init_flags))
     with log.lost("initialization"):
         state = lowering.initial_state(model, mesh, args.seed)
     if saves.step:
