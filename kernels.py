@@ -820,7 +820,7 @@ def silu_backward(g, a, b):
 class GroupedBlocks:
     """Forward: x (rows, D) @ w (D, columns). dx: g (dx_rows, F) @ w.T (F, dx_columns). dw: (dw_d, dw_f) of a
     group's gradient from dw_rows rows at a time. More rows use the matrix unit better, but a border's tile is
-    computed once for each group in it: n / rows + experts - 1 visits.."""
+    computed once for each group in it: n / rows + experts - 1 visits."""
     rows: int = 256
     columns: int = 2 ** 16
     dx_rows: int = 256

@@ -186,7 +186,9 @@ def loss_case(seed, N, D, V, dtype):
 @given(st.data())
 def test_cross_entropy_equals_its_reference_over_random_shapes(data):
     draw = data.draw
-    N, D, V = draw(st.integers(1, 40)), 8 * draw(st.integers(1, 3)), draw(st.sampled_from([5, 31, 32, 64, 257]))
+    V = draw(st.sampled_from([5, 31, 32, 64, 257]))
+    N = draw(st.one_of(st.integers(1, 40), st.just(min(V, 64))))  # N == V: no shape tells which is which
+    D = 8 * draw(st.integers(1, 3))
     blocks = CrossEntropyBlocks(*(draw(st.sampled_from([8, 16, 32])) for _ in range(6)))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16]))
     options = (-100, draw(st.sampled_from([0.0, 1e-2])), draw(st.sampled_from([1.0, 0.2])),
