@@ -271,9 +271,9 @@ def splash_backward_reference(g, q, k, v, segment_ids, out, lse, causal, window,
 # log-sum-exp are then one row (1, queries) that spreads over sublanes at no cost, and reductions over keys
 # are adds of whole registers instead of shuffles across lanes.
 #
-# Where the cycles go (tpu7x, a block of 1024 × 1024 at head dimension 128, bundles of 2 MXU and 4 vector slots):
-# forward 2,247 bundles, of them 1,030 at least for exp, 1,560 for 6,230 vector operations, 1,400 for the MXU;
-# backward 4,078, of them 3,880 for the MXU. A masked block takes 2,802 and 4,374. JAX's own: 3,346 and 5,315.
+# Where the cycles go (tpu7x, a block of 1024 × 1024 at head dimension 128, which fills half of the 256 × 256 matrix units):
+# forward 2,245 bundles for 2,048 cycles of the MXU, 1,560 of vector operations and 1,030 of exp; backward 4,078 bundles under
+# 5,120 cycles of the MXU, which bounds it. A masked block takes 2,802 and 5,120. JAX's own: 3,295 and 5,318 bundles.
 
 
 @dataclass(frozen=True)
@@ -559,8 +559,8 @@ def cross_entropy_backward_reference(g, x, weight, targets, lse, ignore_index, z
 # (1, tokens). The backward pass computes the logits twice, once for each gradient: one kernel for both would
 # have to keep the sum of one of them in HBM.
 #
-# Where the cycles go (tpu7x, 512 tokens × 512 words at D = 4096, bundles of 2 MXU slots): forward 3,656 bundles, 76 % of
-# their MXU slots filled, the softmax under the matmul; dx 7,132, 89 %, and dw 6,433, 91 %, two matmuls each.
+# Where the cycles go (tpu7x, 512 tokens × 512 words at D = 4096): forward 3,655 bundles, with the softmax, under 4,096 cycles of
+# the MXU, which bounds it; dx and dw 8,192 of the MXU. Small blocks wait for the fp32 sums: 256 × 128 reaches 25 % of the peak.
 
 
 @dataclass(frozen=True)
@@ -811,9 +811,9 @@ def silu_backward(g, a, b):
 # never cut: no accumulator is read, added to and written between blocks, and the matrix unit's own accumulation runs
 # on. Hence also one visit writes one block.
 #
-# Where the cycles go (tpu7x, 256 rows, D = 2048, F = 768, bundles of 2 MXU and 4 vector slots; JAX's megablox in
-# brackets): forward 1,193 (1,317), 85 % of the MXU slots filled, dx 1,284 (1,325), dw 1,623 (1,987), and 150 a visit for the
-# grid. dw's groups end with 1,470 to transpose the sums where F < D. Pair 2,530: silu's arithmetic shows as 140.
+# Where the cycles go (tpu7x, 256 rows, D = 2048, F = 768; JAX's megablox in brackets): forward 1,193 bundles (1,317), dx 1,284
+# (1,325), both under 1,536 cycles of the MXU, which bounds them; dw 1,623 (1,987). A visit adds 150 for the grid, a group's end in
+# dw 1,470 to transpose the sums where F < D. Pair: 2,530 under 3,072; silu's arithmetic shows as 140.
 
 
 @dataclass(frozen=True)
