@@ -203,36 +203,33 @@ def splash_attention(q, k, v, segment_ids=None, *, causal=True, window=0, softca
     return torch.ops.tpu.splash_attention(q, k, v, segment_ids, causal, window, softcap, scale)[0]
 
 
-def spans(T, S, causal, window):
-    """The rows of attention in blocks of queries: slices of queries and of the keys that they can see."""
+def reference_scores(q, k, segment_ids, causal, window, softcap, scale):
+    """q: (B, K, G, T, D), k: (B, K, S, D) -> for blocks of queries: slices of queries and of the keys that they can see, and
+    scores (B, K, G, rows, keys) fp32, -inf where a query may not see a key."""
+    xp, T, S = lib(q), q.shape[3], k.shape[2]
     block = max(64, T // 8)
     for start in range(0, T, block):
         end = min(start + block, S) if causal else S
-        yield slice(start, min(start + block, T)), slice(min(max(start - window + 1, 0), end - 1) if window else 0, end)
-
-
-def reference_scores(q, k, rows, keys, segment_ids, causal, window, softcap, scale):
-    """q: (B, K, G, T, D), k: (B, K, S, D) -> (B, K, G, rows, keys) fp32, -inf where a query may not see a key."""
-    xp = lib(q)
-    s = xp.einsum("bkgtd,bksd->bkgts", f32(q[:, :, :, rows]), f32(k[:, :, keys])) * scale
-    s = softcap * xp.tanh(s / softcap) if softcap else s
-    ahead = arange(keys.start, keys.stop, q) - arange(rows.start, rows.stop, q)[:, None]
-    s = xp.where(ahead > 0, -math.inf, s) if causal else s
-    s = xp.where(ahead <= -window, -math.inf, s) if window else s
-    if segment_ids is not None:
-        same = segment_ids[:, rows, None] == segment_ids[:, None, keys]
-        s = xp.where(same[:, None, None], s, -math.inf)
-    return s
+        rows = slice(start, min(start + block, T))
+        keys = slice(min(max(start - window + 1, 0), end - 1) if window else 0, end)
+        s = xp.einsum("bkgtd,bksd->bkgts", f32(q[:, :, :, rows]), f32(k[:, :, keys])) * scale
+        s = softcap * xp.tanh(s / softcap) if softcap else s
+        distance = arange(keys.start, keys.stop, q) - arange(rows.start, rows.stop, q)[:, None]
+        s = xp.where(distance > 0, -math.inf, s) if causal else s
+        s = xp.where(distance <= -window, -math.inf, s) if window else s
+        if segment_ids is not None:
+            same = segment_ids[:, rows, None] == segment_ids[:, None, keys]
+            s = xp.where(same[:, None, None], s, -math.inf)
+        yield rows, keys, s
 
 
 def splash_reference(q, k, v, segment_ids, causal, window, softcap, scale):
     """-> out, and the scores' log-sum-exp (B, H, T) fp32, which is +inf where a query sees nothing: exp(s - lse) is
     then the probability, also of such rows."""
-    xp, (B, H, T, D), (K, S) = lib(q), q.shape, k.shape[1:3]
+    xp, (B, H, T, D), K = lib(q), q.shape, k.shape[1]
     queries = q.reshape(B, K, H // K, T, D)
     outs, lses = [], []
-    for rows, keys in spans(T, S, causal, window):
-        s = reference_scores(queries, k, rows, keys, segment_ids, causal, window, softcap, scale)
+    for rows, keys, s in reference_scores(queries, k, segment_ids, causal, window, softcap, scale):
         lse = logsumexp(s)
         lses.append(xp.where(lse == -math.inf, math.inf, lse))
         outs.append(xp.einsum("bkgts,bksd->bkgtd", xp.exp(s - lses[-1][..., None]), f32(v[:, :, keys])))
@@ -252,8 +249,7 @@ def splash_backward_reference(g, q, k, v, segment_ids, out, lse, causal, window,
         return F.pad(z, (before, after)) if xp is torch else jnp.pad(z, ((0, 0),) * 3 + ((before, after),))
 
     dqs, dk, dv = [], 0, 0
-    for rows, keys in spans(T, S, causal, window):
-        s = reference_scores(queries, k, rows, keys, segment_ids, causal, window, softcap, scale)
+    for rows, keys, s in reference_scores(queries, k, segment_ids, causal, window, softcap, scale):
         p = xp.exp(s - lse[:, :, :, rows, None])
         dp = xp.einsum("bkgtd,bksd->bkgts", g[:, :, :, rows], f32(v[:, :, keys]))
         ds = p * (dp - delta[:, :, :, rows]) * scale
@@ -341,8 +337,7 @@ def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
     (q_low, q_high), (kv_low, kv_high) = ranges(block_q, q_of), ranges(block_kv, kv_of)
     meet = (q_low <= kv_high) & (kv_low <= q_high) & (flags & (PARTIAL | FULL) > 0)
     one = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low) & (flags & FULL > 0)
-    edges = flags & (FIRST | LAST)
-    flags = jnp.where(meet, jnp.where(one, FULL, PARTIAL), 0) | edges
+    flags = jnp.where(meet, jnp.where(one, FULL, PARTIAL), 0) | flags & (FIRST | LAST)
     following = lax.cummin(jnp.where(meet, jnp.arange(len(q_of)), len(q_of) - 1), axis=1, reverse=True)
     return q_of, jnp.asarray(kv_of)[following].reshape(-1), flags.reshape(-1)
 
