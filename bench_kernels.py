@@ -53,8 +53,8 @@ OURS = {
 
 
 def read_dump(folder, kernel):
-    """A kernel's machine code: [(bundles, slots filled)] of the grid step's conditional parts, in order, the same of the rest of
-    the step, and the slots a bundle has."""
+    """A kernel's machine code (its name, or a pattern): [(bundles, slots filled)] of the grid step's conditional parts, in order,
+    the same of the rest of the step, and the slots a bundle has."""
     listing, = (f for f in glob.glob(f"{folder}/*-{kernel}.*-final_bundles.txt") if "schedule-analysis" not in f)
     stem = re.match(r"(.*/\d+-.*?)-\d+-final_bundles", listing).group(1)
     table, = glob.glob(f"{glob.escape(stem)}-*-final_hlo-static-per-bundle-utilization.txt")
@@ -113,12 +113,12 @@ def jax_program(kernel, s, blocks):
         mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))] * H)
         attend = splash_attention_kernel.make_splash_mqa_single_device(mask, block_sizes=sizes, save_residuals=not backward)
         qkv = [shape(H, T, D), shape(T, D), shape(T, D)]
-        return ((lambda g, *qkv: jax.vjp(attend, *qkv)[1](g), qkv[:1] + qkv, "splash_mqa_dkv") if backward else
-                (attend, qkv, "splash_mqa_fwd"))
+        return ((lambda g, *qkv: jax.vjp(attend, *qkv)[1](g), qkv[:1] + qkv, "splash_mqa_dkv*") if backward else
+                (attend, qkv, "splash_mqa_fwd*"))
     x, w, g, n = (shape(s["N"], s["D"]), shape(s["E"], s["D"], s["F"]), shape(s["N"], s["F"]), shape(s["E"], dtype=jnp.int32))
-    return {"grouped_matmul": (lambda x, w, n: gmm(x, w, n, x.dtype, blocks), [x, w, n], "gmm"),
-            "grouped_matmul_dx": (lambda g, w, n: gmm(g, w, n, g.dtype, blocks, transpose_rhs=True), [g, w, n], "gmm"),
-            "grouped_matmul_dw": (lambda g, x, n: tgmm(x.T, g, n, x.dtype, blocks), [g, x, n], "tgmm")}[kernel]
+    return {"grouped_matmul": (lambda x, w, n: gmm(x, w, n, x.dtype, blocks), [x, w, n], "gmm*"),
+            "grouped_matmul_dx": (lambda g, w, n: gmm(g, w, n, g.dtype, blocks, transpose_rhs=True), [g, w, n], "gmm*"),
+            "grouped_matmul_dw": (lambda g, x, n: tgmm(x.T, g, n, x.dtype, blocks), [g, x, n], "tgmm*")}[kernel]
 
 
 def work(kernel, s, blocks, ours, chip):
@@ -210,9 +210,9 @@ def candidates(op, D, F=None):
         backward = [(1024, 1024, 512, 512), (512, 512, 512, 512), (1024, 1024, 512, 256)]
         return [[*a, *b, 8192] for a, b in zip(forward, backward)]
     if op == "linear_cross_entropy":
-        forward = [(512, 512), (1024, 512), (512, 256)]
-        dx = [(256, 128), (512, 256), (512, 512)]  # dw: the other way round
-        return [[*a, *b, *b[::-1]] for a, b in zip(forward, dx)]
+        forward = [(1024, 512), (512, 512), (512, 256)]  # of equal ones the first: reads the weights less often
+        dx = [(512, 512), (512, 256), (256, 128)] if D <= 8192 else [(128, 512), (128, 384), (256, 128)]
+        return [[*a, *b, *b[::-1]] for a, b in zip(forward, dx)]  # dw: words and tokens change places
     d, f = (kernels.cuts(n, 128)[:2] for n in (D, F))
     tries = [(256, 0, 0), (512, 1, 0), (128, 0, 1)]
     return [[rows, f[j], rows, d[j], rows, d[i], f[j]] for rows, i, j in tries]
@@ -234,7 +234,8 @@ def kernels_command(args):
                 for who, r in pair.items():
                     ratio = f"{r['cycles'] / pair['jax']['cycles']:8.3f}" if who == "ours" else ""
                     lines.append(f"{kernel:25} {label:6} {who:5} {str(r['blocks']):30} {r['bundles_per_block']:13,} "
-                                 f"{r['bundles_per_mflop']:13.3f} {r['mxu_slots']:4.0%} {r['spills']:6,} {r['cycles']:11,} {ratio}")
+                                 f"{r['bundles_per_mflop']:13.3f} {r['mxu_slots']:4.0%} {r['spills']:6,} {r['cycles']:11,} "
+                                 + ratio)
     print(f"\n{args.topology}: attention {ATTENTION} causal; experts {EXPERTS}. Cycles without waiting for memory.\n"
           f"{'':39}{'blocks':30} {'bundles/block':>13} {'bundles/Mflop':>13} {'mxu':>4} {'spills':>6} {'cycles':>11} ours/jax",
           *lines, sep="\n")
@@ -247,7 +248,8 @@ def tune(args):
     """Ranks block sizes that fit VMEM by cycles; each kernel's best go into tuned_blocks.json, which kernels.py reads."""
     chip, config = args.topology.split(":")[0], importlib.import_module(args.model).SIZES[args.size]
     head_dim = getattr(config, "head_dim", 0) or config.dim // config.n_heads
-    wanted = [("splash_attention", {"T": 8192, "H": config.n_heads // getattr(config, "n_kv_heads", config.n_heads), "D": head_dim})]
+    heads = config.n_heads // getattr(config, "n_kv_heads", config.n_heads)
+    wanted = [("splash_attention", {"T": 8192, "H": heads, "D": head_dim})]
     if hasattr(config, "vocab"):
         wanted += [("linear_cross_entropy", {"N": 8192, "D": config.dim, "V": config.vocab})]
     if hasattr(config, "n_experts"):

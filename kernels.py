@@ -577,7 +577,7 @@ def cross_entropy_blocks(given, x, weight, chip):
 
     def vmem(b):
         def gradient(outer, inner):  # one outer and two inner blocks (one arriving), the output twice, its accumulator, logits
-            return D * (size * (3 * outer + 2 * inner) + 4 * outer) + 16 * outer * inner
+            return D * (size * (3 * outer + 2 * inner) + 4 * outer) + 28 * outer * inner
 
         return {"forward": (D * size * (b.tokens + 2 * b.vocab) + 16 * b.tokens * b.vocab, ("tokens", "vocab")),
                 "dx": (gradient(b.dx_tokens, b.dx_vocab), ("dx_tokens", "dx_vocab")),
@@ -807,8 +807,8 @@ def silu_backward(g, a, b):
 # on. Hence also one visit writes one block.
 #
 # Where the cycles go (tpu7x, 256 rows, D = 2048, F = 768; JAX's megablox in brackets): forward 1,193 bundles (1,317), dx 1,284
-# (1,325), both under 1,536 cycles of the MXU, which bounds them; dw 1,623 (1,987). A visit adds 150 for the grid, a group's end in
-# dw 1,470 to transpose the sums where F < D. Pair: 2,530 under 3,072; silu's arithmetic shows as 140.
+# (1,325), both under 1,536 cycles of the MXU, which bounds them; dw 1,623 (1,987). A visit adds 150 for the grid, a group's end
+# in dw 1,470 to transpose the sums where F < D. Pair: 2,530 under 3,072; silu's arithmetic shows as 140.
 
 
 @dataclass(frozen=True)
