@@ -865,8 +865,8 @@ def grouped_kernel(group, expert, tile, begin, *refs, compute, n_x, n_w, n_group
         for out, y in zip(outs, results):  # select in fp32: bf16 masks are packed, slower to make
             out[...] = jnp.where(own, y, out[...].astype(jnp.float32)).astype(out.dtype)
 
-    pl.when(group[visit] < n_groups)(lambda: write(compute([x[...] for x in xs], [w[...] for w in ws])))
-    pl.when(group[visit] == n_groups)(lambda: write([0.0] * len(outs)))  # behind the last group
+    lax.cond(group[visit] < n_groups, lambda: write(compute([x[...] for x in xs], [w[...] for w in ws])),
+             lambda: write([0.0] * len(outs)))  # behind the last group
 
 
 def grouped_call(compute, name, xs, ws, group_sizes, n_outs, rows, columns, chip):
