@@ -205,7 +205,7 @@ JAX_BLOCKS = {
     "grouped_matmul_dw": [(256, 2048, 768), (512, 2048, 768), (512, 1024, 768), (128, 1024, 768)]}
 
 
-def candidates(op, D, F=None):
+def candidates(op, s, chip):
     """Blocks to try, each kernel's own fields side by side. Rows and outer blocks are not so small as to wait for memory."""
     if op == "splash_attention":
         forward = [(1024, 1024, 512, 256), (2048, 1024, 512, 256), (1024, 1024, 256, 256)]
@@ -213,19 +213,19 @@ def candidates(op, D, F=None):
         return [[*a, *b, 8192] for a, b in zip(forward, backward)]
     if op == "linear_cross_entropy":
         forward, dx = [(1024, 512), (512, 512), (512, 256)], [(512, 512), (512, 256), (256, 128)]
-        if D > 8192:  # what fits; reading the weights more often beats small tiles
+        if s["D"] > 8192:  # what fits; reading the weights more often beats small tiles
             forward, dx = [(512, 512), (512, 256), (256, 512)], [(128, 512), (128, 384), (256, 128)]
         return [[*a, *b, *b[::-1]] for a, b in zip(forward, dx)]  # dw: words and tokens change places
-    d, f = (kernels.cuts(n, 128)[:2] for n in (D, F))
-    tries = [(256, 0, 0), (512, 1, 0), (128, 0, 1)]
-    return [[rows, f[j], rows, d[j], rows, d[i], f[j]] for rows, i, j in tries]
+    ws = [shape(s["E"], s["D"], s["F"])] * (1 + op.startswith("paired"))
+    widest = kernels.grouped_blocks(None, shape(s["N"], s["D"]), ws, chip)
+    return [list(dataclasses.replace(widest, rows=n, dx_rows=n, dw_rows=n).__dict__.values()) for n in (256, 512, 128)]
 
 
 def kernels_command(args):
     """Ours and JAX's own at equal blocks and at each one's best, in the compiler's cycles for a whole problem."""
-    report, lines = [], []
+    report, lines, chip = [], [], args.topology.split(":")[0]
     for op, sizes in (("splash_attention", ATTENTION), ("grouped_matmul", EXPERTS)):
-        ours = [measure_ours(op, sizes, blocks, args.topology) for blocks in candidates(op, sizes["D"], sizes.get("F"))]
+        ours = [measure_ours(op, sizes, blocks, args.topology) for blocks in candidates(op, sizes, chip)]
         for kernel in (k for k in JAX_BLOCKS if k.startswith(op)):
             results = {"ours": [r[kernel] for r in ours if kernel in r], "jax": []}
             for blocks in JAX_BLOCKS[kernel]:
@@ -264,7 +264,9 @@ def tune(args):
         print(f"{chip} {name}" + " is in the table" * (name in kernels.TABLE.get(chip, {})))
         if name in kernels.TABLE.get(chip, {}):
             continue
-        tries = [measure_ours(op, sizes, blocks, args.topology) for blocks in candidates(op, sizes["D"], sizes.get("F"))]
+        tries = [measure_ours(op, sizes, blocks, args.topology) for blocks in candidates(op, sizes, chip)]
+        if missing := [k for part in OURS[op][2:] for k in part if not any(k in r for r in tries)]:
+            raise SystemExit(f"{chip} {name}: no candidate of {', '.join(missing)} fits; see bench_kernels.candidates")
         entry = {"blocks": []}
         for label, parts in zip(("forward", "backward"), OURS[op][2:]):
             best = [min((r[kernel] for r in tries if kernel in r), key=lambda r: r["cycles"]) for kernel in parts]
