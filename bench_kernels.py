@@ -1,13 +1,15 @@
-"""Our Pallas kernels against JAX's own, by the TPU compiler's count. No TPU needed.
+"""Our Pallas kernels against JAX's own, and their block sizes, by the TPU compiler's count. No TPU needed.
 
     python bench.py kernels --topology tpu7x:2x2x1 [--json FILE]
     python bench.py tune --topology tpu7x:2x2x1 --model llama3 --size 8b      # writes tuned_blocks.json
 
 Notable features:
 - the compiler dumps a kernel's machine code: bundles, one a cycle, and which slots each of them fills
-- a whole problem's cycles are the bundles of each part of the kernel times how often the grid runs that part, so
-  skipped blocks, masks and group borders count. Waiting for memory does not
-- each compile is a process of its own: libtpu reads its flags once
+- a whole problem's cycles are the bundles of each part of the kernel times how often the grid runs that part, so skipped
+  blocks, masks and group borders count. Waiting for memory does not
+- a part takes at least what the matrix units need for its flops: bundles that issue faster wait. XLA's own matmul of 8192^3 is
+  1.5M bundles on tpu7x, and the compiler's cost model gives it 2.3M cycles
+- a size that the table holds is not tuned again: delete its line first
 """
 
 import argparse
@@ -17,8 +19,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 
 import lowering  # noqa: F401, first: it sets libtpu's environment before jax loads
@@ -33,35 +33,34 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import kernels
-from kernels import GroupedBlocks
 
 SLOTS = "mxu xlu valu vpop eup vload fill vstore spill salu".split()
-BF16, F32 = jnp.bfloat16, jnp.float32
+MXU_FLOPS = {"v5e": 131072, "v5p": 262144, "v6e": 524288, "tpu7x": 524288}  # a cycle of one device: peak / clock
+MXU_WIDTH = {"v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}  # a narrower matmul leaves the rest of it empty
+ATTENTION = {"T": 8192, "H": 8, "D": 128}  # causal, one key head: a device's share of a llama3 or qwen3 layer
+EXPERTS = {"N": 65536, "D": 2048, "F": 768, "E": 128}  # qwen3_moe 30b-a3b, 8,192 tokens a device
 
-
-# ------------------------------------------------------------------------- reading the compiler's dump
-
-
-@dataclasses.dataclass
-class Code:
-    """One kernel: (bundles, slots filled) of the conditional parts of the grid's loop, in order, and of the rest,
-    which every grid step runs. capacity: slots a bundle has."""
-
-    parts: list
-    rest: tuple
-    capacity: dict
+# op: lowerings' option, blocks, and its kernels forward and backward with the fields of the blocks that are their own
+GROUPED = [{"grouped_matmul": slice(2)}, {"grouped_matmul_dx": slice(2, 4), "grouped_matmul_dw": slice(4, 7)}]
+OURS = {
+    "splash_attention": ("splash_blocks", kernels.SplashBlocks, {"splash_attention": slice(4)},
+                         {"splash_attention_backward": slice(4, 9)}),
+    "linear_cross_entropy": ("ce_blocks", kernels.CrossEntropyBlocks, {"linear_cross_entropy": slice(2)},
+                             {"linear_cross_entropy_dx": slice(2, 4), "linear_cross_entropy_dw": slice(4, 6)}),
+    "grouped_matmul": ("grouped_blocks", kernels.GroupedBlocks, *GROUPED),
+    "paired_grouped_matmul": ("grouped_blocks", kernels.GroupedBlocks,
+                              *({"paired_" + kernel: own for kernel, own in part.items()} for part in GROUPED))}
 
 
 def read_dump(folder, kernel):
-    """The Code of the one kernel whose name begins with `kernel`."""
-    listing, = [f for f in glob.glob(f"{folder}/*-{kernel}*-final_bundles.txt") if "schedule-analysis" not in f]
+    """A kernel's machine code (its name, or a pattern): [(bundles, slots filled)] of the grid step's conditional parts, in order,
+    the same of the rest of the step, and the slots a bundle has."""
+    listing, = (f for f in glob.glob(f"{folder}/*-{kernel}.*-final_bundles.txt") if "schedule-analysis" not in f)
     stem = re.match(r"(.*/\d+-.*?)-\d+-final_bundles", listing).group(1)
-    table, = [f for f in glob.glob(f"{glob.escape(stem)}-*-final_hlo-static-per-bundle-utilization.txt")]
+    table, = glob.glob(f"{glob.escape(stem)}-*-final_hlo-static-per-bundle-utilization.txt")
     rows = [line.split() for line in open(table)]
     capacity, *used = [[int(c) for c in r] for r in rows if len(r) == len(SLOTS) and all(c.isdigit() for c in r)]
-    used = np.array(used)
-
-    branches, labels, loop_ends = [], {}, []
+    used, branches, labels = np.array(used), [], {}
     for line in open(listing):
         if not (m := re.match(r"\s*(0x[0-9a-f]+|0)\s*\w*\s*:", line)):
             continue
@@ -81,280 +80,220 @@ def read_dump(folder, kernel):
             if (c, d) != (a, b) and a <= c and d <= b:
                 own[c:d] = False
         parts.append((int(own.sum()), dict(zip(SLOTS, used[own].sum(0).tolist()))))
-    return Code(parts[1:], parts[0], dict(zip(SLOTS, capacity)))
+    return parts[1:], parts[0], dict(zip(SLOTS, capacity))
 
 
-# -------------------------------------------------------------------------------------------- problems
-#
-# A case is plain data, so that another process can compile it: {"kernel", "who": "ours" or "jax", "blocks", shapes}.
-
-ATTENTION = {"T": 8192, "H": 8, "D": 128}  # causal, one key head: a device's share of a llama3 or qwen3 layer
-EXPERTS = {"N": 65536, "D": 2048, "F": 768, "E": 128}  # qwen3_moe 30b-a3b, 8,192 tokens a device
+def shape(*dims, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def group_sizes(case):
-    """A router's: uneven, no multiples of anything."""
-    rng = np.random.default_rng(0)
-    return rng.multinomial(case["N"], rng.dirichlet(np.full(case["E"], 20.0)))
-
-
-def jax_attention(case, backward):
-    T, H = case["T"], case["H"]
-    q, kv, kv_compute = case["blocks"]
-    sizes = splash_attention_kernel.BlockSizes(
-        block_q=q, block_kv=kv, block_kv_compute=kv_compute, block_q_dkv=q, block_kv_dkv=kv,
-        block_kv_dkv_compute=kv_compute, use_fused_bwd_kernel=True)
-    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))] * H)
-    attend = splash_attention_kernel.make_splash_mqa_single_device(mask, block_sizes=sizes, save_residuals=not backward)
-    if not backward:
-        return lambda q, k, v: attend(q[0], k[0, 0], v[0, 0])
-    return lambda g, q, k, v, out, lse: jax.vjp(attend, q[0], k[0, 0], v[0, 0])[1](g[0])
-
-
-def program(case, chip):
-    """-> function, argument shapes, name of the kernel in the dump."""
-    c, kernel, blocks = case, case["kernel"], case["blocks"]
-    shape = lambda *s, dtype=BF16: (s, dtype)  # noqa: E731
-    table, ours = kernels.lowerings("pallas", chip=chip), c["who"] == "ours"
-    op = lambda name: table[getattr(torch.ops.tpu, name).default]  # noqa: E731
-    if kernel.startswith("splash"):
-        query, key, backward = shape(1, c["H"], c["T"], c["D"]), shape(1, 1, c["T"], c["D"]), "backward" in kernel
-        args = [query, key, key]
-        if backward:
-            args = [query, *args, query, shape(1, c["H"], c["T"], dtype=F32)]
-        if not ours:
-            return jax_attention(c, backward), args, "splash_mqa_dkv" if backward else "splash_mqa_fwd"
-        mask = (True, 0, 0.0, c["D"] ** -0.5, blocks)
-        if backward:
-            return (lambda g, q, k, v, out, lse: op("splash_attention_backward")(g, q, k, v, None, out, lse, *mask),
-                    args, "splash_attention_backward")
-        return lambda q, k, v: op("splash_attention")(q, k, v, None, *mask), args, "splash_attention"
-    if kernel.startswith("linear_cross_entropy"):
-        rows = shape(c["N"], dtype=jnp.int32), shape(c["N"], dtype=F32)
-        x, w, options = shape(c["N"], c["D"]), shape(c["V"], c["D"]), (-100, 0.0, 1.0, 0.0, blocks)
-        if kernel == "linear_cross_entropy":
-            return lambda x, w, t: op("linear_cross_entropy")(x, w, t, *options), [x, w, rows[0]], kernel
-        return (lambda g, x, w, t, lse: op("linear_cross_entropy_backward")(g, x, w, t, lse, *options),
-                [rows[1], x, w, *rows], kernel)
-    x, w, g, sizes = (shape(c["N"], c["D"]), shape(c["E"], c["D"], c["F"]), shape(c["N"], c["F"]),
-                      shape(c["E"], dtype=jnp.int32))
-    if kernel.startswith("paired"):
-        if not kernel.endswith(("dx", "dw")):
-            return lambda x, w, u, n: op(kernel)(x, w, u, n, blocks), [x, w, w, sizes], "gated_grouped"
-        part, name = ((slice(1), "multiply_transposed_grouped") if kernel.endswith("dx") else
-                      (slice(1, 3), "weights_grouped"))
-        return (lambda g, x, w, u, n, a, b: op("paired_grouped_matmul_backward")(g, x, w, u, n, a, b, blocks)[part],
-                [g, x, w, w, sizes, g, g], name)
-    if kernel == "grouped_matmul":
-        if ours:
-            return lambda x, w, n: op(kernel)(x, w, n, blocks), [x, w, sizes], "multiply_grouped"
-        return lambda x, w, n: gmm(x, w, n, BF16, tuple(blocks)), [x, w, sizes], "gmm"
-    if kernel == "grouped_matmul_dx":
-        if ours:
-            return (lambda g, x, w, n: op("grouped_matmul_backward")(g, x, w, n, blocks)[0], [g, x, w, sizes],
-                    "multiply_transposed_grouped")
-        return lambda g, w, n: gmm(g, w, n, BF16, tuple(blocks), transpose_rhs=True), [g, w, sizes], "gmm"
-    if ours:
-        return (lambda g, x, w, n: op("grouped_matmul_backward")(g, x, w, n, blocks)[1], [g, x, w, sizes],
-                "weights_grouped")
-    return lambda g, x, n: tgmm(x.T, g, n, BF16, tuple(blocks)), [g, x, sizes], "tgmm"
-
-
-def useful_flops(case):
-    c, kernel = case, case["kernel"]
-    if kernel.startswith("splash"):
-        return (10 if "backward" in kernel else 4) * c["H"] * c["D"] * c["T"] * (c["T"] + 1) // 2
-    return (4 if kernel.startswith("paired") else 2) * c["N"] * c["D"] * c.get("F", c.get("V"))
-
-
-def cycles(case, code):
-    """A whole problem's. Parts with matmuls run once a working step, other parts at the ends of a row of blocks,
-    what is too short to be a part in every step."""
-    c, kernel, ours = case, case["kernel"], case["who"] == "ours"
-    work = [bundles for bundles, slots in code.parts if slots["mxu"]]
-    ends = sorted(bundles for bundles, slots in code.parts if not slots["mxu"] and bundles >= 64)
-    every = code.rest[0] + sum(bundles for bundles, slots in code.parts if not slots["mxu"] and bundles < 64)
-    if kernel.startswith("splash"):
-        q, kv = c["blocks"][4:6] if ours and "backward" in kernel else c["blocks"][:2]
-        flags = kernels.splash_steps(1, c["T"], True, 0, q, kv, range(c["T"]), None)[2]
-        full, partial = (int((flags & flag > 0).sum()) for flag in (kernels.FULL, kernels.PARTIAL))
-        if ours:
-            once = sum(ends[-2:]) if "backward" in kernel else 0  # the gradients of a head's keys: cleared, written
-            ends = ends[:-2] if "backward" in kernel else ends
-            return once + c["H"] * (len(flags) * every + full * work[0] + partial * work[1] + c["T"] // q * sum(ends))
-        grid = (c["T"] // q) * (c["T"] // kv)  # empty blocks are steps too
-        rows = c["T"] // kv if "backward" in kernel else c["H"] * (c["T"] // q)
-        return c["H"] * (grid * every + (full + partial) * work[0]) + rows * sum(ends)
-    if kernel.startswith("linear_cross_entropy"):
-        tokens, vocab = c["blocks"]
-        grid = c["N"] // tokens, -(-c["V"] // vocab)
-        return grid[0] * grid[1] * (every + sum(work)) + (grid[1] if kernel.endswith("dw") else grid[0]) * sum(ends)
-    sizes = group_sizes(c)
-    last = np.cumsum(sizes)
-    rows, columns, deep = c["blocks"][0], c["D"] if kernel.endswith("dx") else c["F"], 1
-    if kernel.endswith("dw"):
-        rows, d, f = c["blocks"][4:7] if ours else (c["blocks"][0], *c["blocks"][1:])
-        columns, block, deep = c["F"], f, -(-c["D"] // d)
-    elif ours:
-        rows, block = c["blocks"][2:4] if kernel.endswith("dx") else c["blocks"][:2]
+def our_program(op, backward, s, blocks, chip):
+    """-> function and arguments of one of our ops at the sizes s."""
+    if op == "splash_attention":
+        q, k, options = shape(1, s["H"], s["T"], s["D"]), shape(1, 1, s["T"], s["D"]), [True, 0, 0.0, s["D"] ** -0.5]
+        g, tensors, saved = q, [q, k, k, None], [q, shape(1, s["H"], s["T"], dtype=jnp.float32)]
+    elif op == "linear_cross_entropy":
+        g, options = shape(s["N"], dtype=jnp.float32), [-100, 0.0, 1.0, 0.0]
+        tensors, saved = [shape(s["N"], s["D"]), shape(s["V"], s["D"]), shape(s["N"], dtype=jnp.int32)], [g]
     else:
-        block, deep = c["blocks"][2], -(-(c["F"] if kernel.endswith("dx") else c["D"]) // c["blocks"][1])
-    visits = int((-(-last // rows) - (last - sizes) // rows)[sizes > 0].sum())
-    groups = int((sizes > 0).sum())
-    per_visit = visits * (every + work[-1])
+        pair, w, g = op.startswith("paired"), shape(s["E"], s["D"], s["F"]), shape(s["N"], s["F"])
+        tensors, saved, options = [shape(s["N"], s["D"]), *[w] * (1 + pair), shape(s["E"], dtype=jnp.int32)], [g, g] * pair, []
+    option, cls, *_ = OURS[op]
+    table = kernels.lowerings("pallas", chip=chip, **{option: cls(*blocks)})
+    fn = table[getattr(torch.ops.tpu, op + "_backward" * backward).default]
+    return lambda *args: fn(*args, *options), [*[g] * backward, *tensors, *saved * backward]
+
+
+def jax_program(kernel, s, blocks):
+    """-> function, arguments and kernel's name of JAX's own. blocks: (q, kv, kv_compute) or (rows, contraction, columns)."""
+    if kernel.startswith("splash"):
+        (T, H, D), (q, kv, part), backward = s.values(), blocks, kernel.endswith("backward")
+        sizes = splash_attention_kernel.BlockSizes(block_q=q, block_kv=kv, block_kv_compute=part, block_q_dkv=q, block_kv_dkv=kv,
+                                                   block_kv_dkv_compute=part, use_fused_bwd_kernel=True)
+        mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))] * H)
+        attend = splash_attention_kernel.make_splash_mqa_single_device(mask, block_sizes=sizes, save_residuals=not backward)
+        qkv = [shape(H, T, D), shape(T, D), shape(T, D)]
+        return ((lambda g, *qkv: jax.vjp(attend, *qkv)[1](g), qkv[:1] + qkv, "splash_mqa_dkv*") if backward else
+                (attend, qkv, "splash_mqa_fwd*"))
+    x, w, g, n = (shape(s["N"], s["D"]), shape(s["E"], s["D"], s["F"]), shape(s["N"], s["F"]), shape(s["E"], dtype=jnp.int32))
+    return {"grouped_matmul": (lambda x, w, n: gmm(x, w, n, x.dtype, blocks), [x, w, n], "gmm*"),
+            "grouped_matmul_dx": (lambda g, w, n: gmm(g, w, n, g.dtype, blocks, transpose_rhs=True), [g, w, n], "gmm*"),
+            "grouped_matmul_dw": (lambda g, x, n: tgmm(x.T, g, n, x.dtype, blocks), [g, x, n], "tgmm*")}[kernel]
+
+
+def work(kernel, s, blocks, ours, chip):
+    """-> the problem's useful flops (as kernels.tuned counts; half of an op's for each of two backward kernels), matrix units'
+    cycles for one block, grid steps, how often each part with matmuls runs, and at how many ends of a row of blocks others do."""
+    (a, b), backward, twice = blocks[:2], kernel.endswith("backward"), 1 + (kernel[-2:] in ("dx", "dw"))
+    if kernel.startswith("splash"):
+        T, H, D = s.values()
+        flags = kernels.splash_steps(1, T, True, 0, a, b, range(T), None)[2]
+        runs = [H * int((flags & flag > 0).sum()) for flag in (kernels.FULL, kernels.PARTIAL)]
+        matmuls, wide = 10 if backward else 4, -(-D // MXU_WIDTH[chip]) * MXU_WIDTH[chip]
+        steps, runs, ends = ((H * len(flags), runs, H * T // a) if ours else  # JAX's empty blocks are steps too
+                             (H * (T // a) * (T // b), [sum(runs)], T // b if backward else H * (T // a)))
+        return matmuls * H * D * T * (T + 1) // 2, matmuls * a * b * wide / MXU_FLOPS[chip], steps, runs, ends
+    if kernel.startswith("linear"):
+        grid = -(-s["N"] // a), -(-s["V"] // b)
+        return ((1 + twice) * s["N"] * s["D"] * s["V"], 2 * twice * a * b * s["D"] / MXU_FLOPS[chip], grid[0] * grid[1], [],
+                grid[kernel.endswith("dw")])
+    rng = np.random.default_rng(0)
+    sizes = rng.multinomial(s["N"], rng.dirichlet(np.full(s["E"], 20.0)))  # as a router's: uneven
+    last, flops = np.cumsum(sizes), (4 if kernel.startswith("paired") else 2)
+    visits, groups = int((-(-last // a) - (last - sizes) // a)[sizes > 0].sum()), int((sizes > 0).sum())
+    width, depth = (s["D"], s["F"]) if kernel.endswith("dx") else (s["F"], s["D"])
     if kernel.endswith("dw"):
-        first = work[0] - work[-1] if ours else 0  # our first visit of a group sets the sum, the others add to it
-        per_visit += groups * (first + sum(ends))
-    return -(-columns // block) * deep * per_visit
+        n, deep = -(-s["D"] // b) * -(-s["F"] // blocks[-1]), b
+        runs = [n * groups, n * (visits - groups)] if ours else [n * visits]  # a group's first visit sets the sum
+    else:
+        n, deep = -(-width // blocks[-1]) * (1 if ours else -(-depth // b)), depth if ours else b
+        runs = [n * visits]
+    return (flops * s["N"] * s["D"] * s["F"], flops * a * deep * blocks[-1] / MXU_FLOPS[chip], n * visits, runs,
+            n * groups if kernel.endswith("dw") else 0)
 
 
-# -------------------------------------------------------------------------------------- compile, measure
-
-
-def compile_case(case, topology):
-    fn, shapes, _ = program(case, topology.split(":")[0])
+def measure(fn, args, names, sizes, topology, ours):
+    """Compiles a function with kernels in it. names: {kernel: (name in the dump, its own blocks)} -> {kernel: measured}."""
+    chip, results = topology.split(":")[0], {}
+    for f in glob.glob(f"{FOLDER.name}/*"):
+        os.remove(f)
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
     sharding = NamedSharding(Mesh(np.array(device), ("x",)), P())
-    jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in shapes)).compile()
+    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
+    jax.jit(fn).lower(*args).compile()
+    for kernel, (name, blocks) in names.items():
+        parts, rest, capacity = read_dump(FOLDER.name, name)
+        flops, mxu, steps, runs, n_ends = work(kernel, sizes, blocks, ours, chip)
+        bundles, slots = next(((b, s) for b, s in parts if s["mxu"]), rest)  # the first: without a mask
+        matmuls = [b for b, s in parts if s["mxu"]]
+        ends = sorted(b for b, s in parts if not s["mxu"] and b >= 64)
+        every = rest[0] + sum(b for b, s in parts if not s["mxu"] and b < 64)
+        once = 0
+        if ours and kernel == "splash_attention_backward":  # the gradients of a head's keys: cleared, written
+            ends, once = ends[:-2], sum(ends[-2:])
+        scheduled, cycles = (int(
+            steps * (every if matmuls else max(every, least)) + n_ends * sum(ends) + once
+            + sum(n * max(b, least) for n, b in zip(runs, matmuls[-len(runs):]))) for least in (0, mxu))
+        results[kernel] = {
+            "kernel": kernel, "who": "ours" if ours else "jax", "blocks": list(blocks), "scheduled": scheduled, "cycles": cycles,
+            "flops": int(flops), "bundles_per_block": bundles, "bundles_per_mflop": scheduled / flops * 1e6,
+            "spills": slots["spill"],
+            "mxu_slots": slots["mxu"] / (capacity["mxu"] * bundles), "efficiency": flops / cycles / MXU_FLOPS[chip]}
+    return results
 
 
-def measure(case, topology):
-    """-> {"cycles", "bundles_per_block", ...}, or {"error"}."""
-    with tempfile.TemporaryDirectory() as folder:
-        # Both sides get the same share of VMEM; JAX's kernels ask for none of their own.
-        limit = kernels.vmem_limit(topology.split(":")[0]) >> 10
-        env = os.environ | {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_tpu_scoped_vmem_limit_kib={limit}",
-                            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-        run = subprocess.run([sys.executable, __file__, "compile", json.dumps(case), topology], env=env,
-                             capture_output=True, text=True)
-        if run.returncode:
-            return case | {"error": run.stderr.strip().splitlines()[-1][:200]}
-        code = read_dump(folder, program(case, topology.split(":")[0])[2])
-    bundles, slots = next(((b, s) for b, s in code.parts if s["mxu"]), code.rest)  # the first: without a mask
-    total = cycles(case, code)
-    return case | {"cycles": total, "bundles_per_block": bundles, "bundles_per_mflop": total / useful_flops(case) * 1e6,
-                   "mxu": slots["mxu"] / (code.capacity["mxu"] * bundles), "spills": slots["spill"]}
+def measure_ours(op, sizes, blocks, topology):
+    """-> {kernel: measured} of an op forward and backward, without what does not fit."""
+    results = {}
+    for backward, parts in enumerate(OURS[op][2:]):
+        try:
+            fn, args = our_program(op, backward, sizes, blocks, topology.split(":")[0])
+            results |= measure(fn, args, {k: (k, blocks[part]) for k, part in parts.items()}, sizes, topology, True)
+        except (kernels.KernelError, jax.errors.JaxRuntimeError) as e:
+            print(f"{op}{' backward' * backward} {blocks}: {str(e).splitlines()[0][:150]}", flush=True)
+    for r in results.values():
+        print(f"  {r['kernel']} {r['blocks']}: {r['cycles']:,} cycles, {r['efficiency']:.0%} of the MXU's peak", flush=True)
+    return results
 
 
-def best(results):
-    return min((r for r in results if "cycles" in r), key=lambda r: r["cycles"])
+# Each first one is what both have equal: q, kv, then parts; rows, contraction, columns.
+JAX_BLOCKS = {
+    "splash_attention": [(1024, 1024, 1024), (1024, 1024, 512), (2048, 1024, 1024), (1024, 2048, 1024)],
+    "splash_attention_backward": [(1024, 1024, 1024), (1024, 1024, 512), (512, 512, 512)],
+    "grouped_matmul": [(256, 2048, 768), (512, 2048, 768), (128, 2048, 768)],
+    "grouped_matmul_dx": [(256, 768, 2048), (512, 768, 2048), (128, 768, 2048)],
+    "grouped_matmul_dw": [(256, 2048, 768), (512, 2048, 768), (512, 1024, 768), (128, 1024, 768)]}
 
 
-# ----------------------------------------------------------------------------------------- the commands
-
-SPLASH_SIZES = [(512, 512), (1024, 1024), (2048, 1024), (1024, 2048), (2048, 2048)]
-
-
-def candidates(kernel):
-    """-> our blocks, JAX's, and what of either must agree to be called equal."""
-    if kernel == "splash":
-        return ([[q, kv, 512, 256] for q, kv in SPLASH_SIZES[:4]],
-                [[q, kv, c] for q, kv in SPLASH_SIZES for c in (512, 1024) if c <= kv], lambda b: b[:2])
-    if kernel == "splash_backward":
-        return ([[1024, 1024, 512, 256, q, kv, 512, 512] for q, kv in SPLASH_SIZES[:2]],
-                [[q, kv, c] for q, kv in SPLASH_SIZES[:2] for c in (512, 1024) if c <= kv],
-                lambda b: b[4:6] if len(b) > 3 else b[:2])
-    if kernel == "grouped_matmul":
-        return ([[rows, 768, 256, 2048, 256, 1024, 768] for rows in (128, 256, 512)],
-                [[rows, k, 768] for rows in (128, 256, 512) for k in (1024, 2048)],
-                lambda b: b[:2] if len(b) > 3 else ([b[0], b[2]] if b[1] == 2048 else None))
-    if kernel == "grouped_matmul_dx":
-        return ([[256, 768, rows, columns, 256, 1024, 768] for rows in (128, 256, 512) for columns in (1024, 2048)],
-                [[rows, 768, columns] for rows in (128, 256, 512) for columns in (1024, 2048)],
-                lambda b: b[2:4] if len(b) > 3 else [b[0], b[2]])
-    return ([[256, 768, 256, 2048, rows, d, 768] for rows in (128, 256, 512) for d in (1024, 2048)],
-            [[rows, d, 768] for rows in (128, 256, 512) for d in (1024, 2048)],
-            lambda b: b[4:] if len(b) > 3 else b)
-
-
-COMPARED = {"splash": ATTENTION, "splash_backward": ATTENTION, "grouped_matmul": EXPERTS, "grouped_matmul_dx": EXPERTS,
-            "grouped_matmul_dw": EXPERTS}
-EQUAL = {"splash": [1024, 1024], "splash_backward": [1024, 1024], "grouped_matmul": [256, 768],
-         "grouped_matmul_dx": [256, 2048], "grouped_matmul_dw": [256, 1024, 768]}
+def candidates(op, s, chip):
+    """Blocks to try, each kernel's own fields side by side. Rows and outer blocks are not so small as to wait for memory."""
+    if op == "splash_attention":
+        forward = [(1024, 1024, 512, 256), (2048, 1024, 512, 256), (1024, 1024, 256, 256)]
+        backward = [(1024, 1024, 512, 512), (512, 512, 512, 512), (1024, 1024, 512, 256)]
+        return [[*a, *b, 8192] for a, b in zip(forward, backward)]
+    if op == "linear_cross_entropy":
+        forward, dx = [(1024, 512), (512, 512), (512, 256)], [(512, 512), (512, 256), (256, 128)]
+        if s["D"] > 8192:  # what fits; reading the weights more often beats small tiles
+            forward, dx = [(512, 512), (512, 256), (256, 512)], [(128, 512), (128, 384), (256, 128)]
+        return [[*a, *b, *b[::-1]] for a, b in zip(forward, dx)]  # dw: words and tokens change places
+    ws = [shape(s["E"], s["D"], s["F"])] * (1 + op.startswith("paired"))
+    widest = kernels.grouped_blocks(None, shape(s["N"], s["D"]), ws, chip)
+    return [list(dataclasses.replace(widest, rows=n, dx_rows=n, dw_rows=n).__dict__.values()) for n in (256, 512, 128)]
 
 
 def kernels_command(args):
     """Ours and JAX's own at equal blocks and at each one's best, in the compiler's cycles for a whole problem."""
-    print(f"{args.topology}: attention {ATTENTION} causal; experts {EXPERTS}. A bundle is a cycle; memory is not counted.")
-    print(f"{'':18} {'':6} {'':5} {'blocks':34} {'bundles/block':>13} {'bundles/Mflop':>13} {'mxu':>4} {'spills':>6} {'cycles':>11}"
-          " ours/jax")
-    report = []
-    for kernel, shapes in COMPARED.items():
-        ours, theirs, size = candidates(kernel)
-        results = {who: [measure({"kernel": kernel, "who": who, "blocks": b} | shapes, args.topology) for b in blocks]
-                   for who, blocks in (("ours", ours), ("jax", theirs))}
-        for label, keep in (("equal", lambda r: size(r["blocks"]) == EQUAL[kernel]), ("best", lambda r: True)):
-            pair = {who: best([r for r in rs if keep(r)]) for who, rs in results.items()}
-            for who, r in pair.items():
-                ratio = f"{r['cycles'] / pair['jax']['cycles']:8.3f}" if who == "ours" else ""
-                print(f"{kernel:18} {label:6} {who:5} {str(r['blocks']):34} {r['bundles_per_block']:13,} "
-                      f"{r['bundles_per_mflop']:13.3f} {r['mxu']:4.0%} {r['spills']:6,} {r['cycles']:11,} {ratio}", flush=True)
-        report += results["ours"] + results["jax"]
+    report, lines, chip = [], [], args.topology.split(":")[0]
+    for op, sizes in (("splash_attention", ATTENTION), ("grouped_matmul", EXPERTS)):
+        ours = [measure_ours(op, sizes, blocks, args.topology) for blocks in candidates(op, sizes, chip)]
+        for kernel in (k for k in JAX_BLOCKS if k.startswith(op)):
+            results = {"ours": [r[kernel] for r in ours if kernel in r], "jax": []}
+            for blocks in JAX_BLOCKS[kernel]:
+                fn, arguments, name = jax_program(kernel, sizes, blocks)
+                results["jax"] += measure(fn, arguments, {kernel: (name, blocks)}, sizes, args.topology, False).values()
+            report += results["ours"] + results["jax"]
+            for label in ("equal", "best"):
+                pair = {who: rs[0] if label == "equal" else min(rs, key=lambda r: r["cycles"]) for who, rs in results.items()}
+                for who, r in pair.items():
+                    ratios = (f"{r[key] / pair['jax'][key]:6.3f}" * (who == "ours") for key in ("scheduled", "cycles"))
+                    lines.append(f"{kernel:25} {label:6} {who:5} {str(r['blocks']):30} {r['bundles_per_block']:7,} "
+                                 f"{r['bundles_per_mflop']:13.3f} {r['mxu_slots']:4.0%} {r['spills']:6,} {r['scheduled']:11,} "
+                                 f"{r['cycles']:11,} {' '.join(ratios)}")
+    print(f"\n{args.topology}: attention {ATTENTION} causal; experts {EXPERTS}. Scheduled: all bundles that run. Cycles: with "
+          "the matrix units' own time.",
+          f"{'':39}{'blocks':30} bundles bundles/Mflop  mxu spills   scheduled      cycles  ours/jax", *lines, sep="\n")
     if args.json:
         with open(args.json, "w") as f:
             json.dump({"topology": args.topology, "results": report}, f, indent=1)
 
 
 def tune(args):
-    """Ranks block sizes that fit VMEM by cycles and writes the best into tuned_blocks.json, which kernels.py reads."""
-    chip = args.topology.split(":")[0]
-    config = importlib.import_module(args.model).SIZES[args.size]
-    best_blocks = {}
-
-    def search(name, kernel, blocks, **shapes):
-        results = [measure({"kernel": kernel, "who": "ours", "blocks": b} | shapes, args.topology) for b in blocks]
-        for r in sorted(results, key=lambda r: r.get("cycles", 1e99)):
-            print(f"{name} {kernel} {r['blocks']}: " + (f"{r['cycles']:,} cycles" if "cycles" in r else r["error"]), flush=True)
-        return best(results)["blocks"]
-
-    D = config.head_dim
-    name = f"splash_attention D={D}"
-    shapes = {"T": 8192, "H": config.n_heads // config.n_kv_heads, "D": D}
-    parts = [(512, 256), (256, 256), (512, 512), (1024, 256)]
-    forward = search(name, "splash", [[q, kv, *c] for q, kv in SPLASH_SIZES[:4] for c in parts if c[0] <= q], **shapes)
-    backward = search(name, "splash_backward",
-                      [[*forward, q, kv, *c] for q, kv in SPLASH_SIZES[:3] for c in parts[:3] if c[0] <= q], **shapes)
-    best_blocks[name] = backward
+    """Ranks block sizes that fit VMEM by cycles; each kernel's best go into tuned_blocks.json, which kernels.py reads."""
+    chip, config = args.topology.split(":")[0], importlib.import_module(args.model).SIZES[args.size]
+    head_dim = getattr(config, "head_dim", 0) or config.dim // config.n_heads
+    heads = config.n_heads // getattr(config, "n_kv_heads", config.n_heads)
+    wanted = [("splash_attention", {"T": 8192, "H": heads, "D": head_dim})]
+    if hasattr(config, "vocab"):
+        wanted += [("linear_cross_entropy", {"N": 8192, "D": config.dim, "V": config.vocab})]
     if hasattr(config, "n_experts"):
-        for pair, D, F in ((True, config.dim, config.ffn), (False, config.ffn, config.dim)):  # gate and up; down
-            shapes = {"N": 8192 * config.top_k, "D": D, "F": F, "E": config.n_experts}
-            op = "paired_" * pair + "grouped_matmul"
-            name = f"{op} D={D} F={F}"
-            fits = [b for b in (
-                [rows, columns, rows, dx_columns, rows, d, f] for rows in (128, 256, 512) for columns in kernels.cuts(F)[:2]
-                for dx_columns in kernels.cuts(D)[:2] for d in kernels.cuts(D)[:3] for f in kernels.cuts(F)[:2])
-                if max(kernels.grouped_vmem(GroupedBlocks(*b), D, F, pair, 2).values()) <= kernels.vmem_limit(chip)]
-            pick = {}
-            for kernel, fields in ((op, (0, 2)), (f"{op}_dx", (2, 4)), (f"{op}_dw", (4, 7))):
-                distinct = {tuple(b[slice(*fields)]): b for b in fits}
-                pick[fields] = search(name, kernel, list(distinct.values()), **shapes)[slice(*fields)]
-            best_blocks[name] = [b for fields in sorted(pick) for b in pick[fields]]
-    tuned = json.loads(kernels.TUNED_FILE.read_text()) if kernels.TUNED_FILE.exists() else {}
-    tuned.setdefault(chip, {}).update(best_blocks)
-    kernels.TUNED_FILE.write_text("{" + ",\n".join(
-        f'\n"{chip}": {{\n' + ",\n".join(f"  {json.dumps(n)}: {json.dumps(b)}" for n, b in sorted(rows.items())) + "}"
-        for chip, rows in sorted(tuned.items())) + "\n}\n")
+        shapes = {"N": 8192 * config.top_k, "E": config.n_experts}
+        wanted += [("paired_grouped_matmul", shapes | {"D": config.dim, "F": config.ffn}),  # gate and up
+                   ("grouped_matmul", shapes | {"D": config.ffn, "F": config.dim})]  # down
+    for op, sizes in wanted:
+        name = " ".join([op, *(f"{key}={sizes[key]}" for key in "DF" if key in sizes)])
+        print(f"{chip} {name}" + " is in the table" * (name in kernels.TABLE.get(chip, {})))
+        if name in kernels.TABLE.get(chip, {}):
+            continue
+        tries = [measure_ours(op, sizes, blocks, args.topology) for blocks in candidates(op, sizes, chip)]
+        if missing := [k for part in OURS[op][2:] for k in part if not any(k in r for r in tries)]:
+            raise SystemExit(f"{chip} {name}: no candidate of {', '.join(missing)} fits; see bench_kernels.candidates")
+        entry = {"blocks": []}
+        for label, parts in zip(("forward", "backward"), OURS[op][2:]):
+            best = [min((r[kernel] for r in tries if kernel in r), key=lambda r: r["cycles"]) for kernel in parts]
+            cycles, flops = sum(r["cycles"] for r in best), sum(r["flops"] for r in best)
+            entry["blocks"] += [size for r in best for size in r["blocks"]]
+            entry[label] = {"efficiency": round(flops / cycles / MXU_FLOPS[chip], 3), "cycles": cycles, "flops": flops,
+                            "bundles": {r["kernel"]: r["bundles_per_block"] for r in best}}
+        print(f"best: {json.dumps(entry)}", flush=True)
+        kernels.TABLE.setdefault(chip, {})[name] = entry
+        kernels.TABLE_FILE.write_text("{" + ",\n".join(
+            f'\n"{chip}": {{\n' + ",\n".join(f"  {json.dumps(n)}: {json.dumps(e)}" for n, e in sorted(rows.items())) + "}"
+            for chip, rows in sorted(kernels.TABLE.items())) + "\n}\n")
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    commands = p.add_subparsers(dest="command", required=True)
-    c = commands.add_parser("kernels")
-    c.add_argument("--topology", default="tpu7x:2x2x1")
-    c.add_argument("--json")
-    c.set_defaults(run=kernels_command)
-    c = commands.add_parser("tune")
-    c.add_argument("--topology", default="tpu7x:2x2x1")
-    c.add_argument("--model", default="llama3")
-    c.add_argument("--size", default="8b")
-    c.set_defaults(run=tune)
-    c = commands.add_parser("compile")  # what `measure` starts
-    c.add_argument("case", type=json.loads)
-    c.add_argument("topology")
-    c.set_defaults(run=lambda args: compile_case(args.case, args.topology))
+    global FOLDER
+    p = argparse.ArgumentParser(prog="bench.py", description=__doc__.split("\n")[0])
+    p.add_argument("command", choices=["kernels", "tune"])
+    p.add_argument("--topology", default="tpu7x:2x2x1")
+    p.add_argument("--json", metavar="FILE", help="kernels: everything measured")
+    p.add_argument("--model", default="llama3", help="tune")
+    p.add_argument("--size", default="8b", help="tune")
     args = p.parse_args(argv)
-    args.run(args)
-
-
-if __name__ == "__main__":
-    main()
+    FOLDER = tempfile.TemporaryDirectory()
+    # libtpu reads it once, when the first topology is made. JAX's kernels ask for no VMEM of their own: the same for both sides.
+    os.environ["LIBTPU_INIT_ARGS"] = (
+        f"--xla_jf_dump_to={FOLDER.name} --xla_jf_dump_llo_pass_label_regex=final.* "
+        f"--xla_tpu_scoped_vmem_limit_kib={kernels.vmem_bytes(args.topology.split(':')[0]) >> 10}")
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    {"kernels": kernels_command, "tune": tune}[args.command](args)

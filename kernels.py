@@ -3,9 +3,10 @@
     from kernels import splash_attention, linear_cross_entropy, grouped_matmul, paired_grouped_matmul
 
 Notable features:
-- plain PyTorch runs a reference; make_fx sees one node forward and one backward; `lowerings` says what JAX
-  runs for each node: the same mathematics in XLA ("reference") or Pallas kernels ("pallas", "interpret")
+- plain PyTorch runs a reference; make_fx sees one node forward and one backward; `lowerings` says what JAX runs for each
+  node: the same reference, since it is written once for torch and jax.numpy, or Pallas kernels ("pallas", "interpret")
 - what the mask empties is not computed: a kernel's grid walks a table of the blocks that hold something
+- block sizes are tuned by chip (`python bench.py tune`), or cut down until they fit; given ones are taken or refused
 - imports no sibling: copy it into any project
 """
 
@@ -13,8 +14,8 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +25,163 @@ import torch.nn.functional as F
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 class KernelError(ValueError):
     """Shapes, dtypes or block sizes that a kernel does not take; the message is one line with the sizes and the limit."""
 
 
-# ------------------------------------------------------------------------------- splash attention: torch
+# --------------------------------------------------------------------------------- shared: ops and references
 
 
-def splash_attention(q, k, v, segment_ids=None, *, causal=True, window=0, softcap=0.0, scale=None, blocks=None):
+def torch_op(name, tensors, options, outputs, saved, like, forward, backward):
+    """Registers tpu::name and tpu::name_backward, which make_fx sees as one node each -> {op: (reference, Pallas)}.
+
+    name(*tensors, *options) -> outputs. Only the first output is differentiable, in all tensors but the last one.
+    name_backward(g, *tensors, *saved, *options) -> gradients; `saved` are the last outputs, perhaps all. These are schemas,
+    "Tensor x, int n". like(*tensors) -> the outputs' empty tensors. forward, backward: (reference, Pallas).
+    """
+    n, n_saved = tensors.count("Tensor"), saved.count("Tensor")
+    schema = f"({', '.join(filter(None, [tensors, options]))}) -> ({outputs})"
+    op = torch.library.custom_op(f"tpu::{name}", forward[0], mutates_args=(), schema=schema)
+    schema = f"({', '.join(filter(None, ['Tensor g', tensors, saved, options]))}) -> ({', '.join(['Tensor'] * (n - 1))})"
+    backward_op = torch.library.custom_op(f"tpu::{name}_backward", backward[0], mutates_args=(), schema=schema)
+    op.register_fake(lambda *args: like(*args[:n]))
+    backward_op.register_fake(lambda g, *args: tuple(x.new_empty(x.shape) for x in args[:n - 1]))
+
+    def setup(ctx, inputs, output):
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)  # no zeros for the other outputs' gradients in the graph
+        ctx.save_for_backward(*inputs[:n], *outputs[len(outputs) - n_saved:])
+        ctx.options = inputs[n:]
+
+    def vjp(ctx, g, *_):
+        return *backward_op(g, *ctx.saved_tensors, *ctx.options), None, *[None] * len(ctx.options)
+
+    op.register_autograd(vjp, setup_context=setup)
+    ops = torch.ops.tpu
+    return {getattr(ops, name).default: forward, getattr(ops, name + "_backward").default: backward}
+
+
+# References take torch tensors or JAX arrays. Where the two libraries spell something differently:
+
+
+def lib(x):
+    return torch if isinstance(x, Tensor) else jnp
+
+
+def f32(x):
+    return x.float() if isinstance(x, Tensor) else x.astype(jnp.float32)
+
+
+def cast(y, x):
+    """y in x's dtype, contiguous as an op's fake says."""
+    return y.to(x.dtype).contiguous() if isinstance(x, Tensor) else y.astype(x.dtype)
+
+
+def arange(start, stop, x):
+    return torch.arange(start, stop, device=x.device) if isinstance(x, Tensor) else jnp.arange(start, stop)
+
+
+def logsumexp(x):
+    return (torch if isinstance(x, Tensor) else jax.nn).logsumexp(x, -1)
+
+
+# ------------------------------------------------------------------------------------ shared: Pallas
+
+VMEM_MIB = {"v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64, "interpret": 64}  # fast memory per core
+TABLE_FILE = pathlib.Path(__file__).with_name("tuned_blocks.json")  # bench.py tune writes it
+TABLE = json.loads(TABLE_FILE.read_text()) if TABLE_FILE.exists() else {}
+
+
+def vmem_bytes(chip):
+    return VMEM_MIB[chip] * 2 ** 20 * 7 // 8  # the rest is the compiler's
+
+
+def lanes(chip):
+    return 1 if chip == "interpret" else 128  # TPUs want blocks in multiples of it
+
+
+def tuned(op, chip, shapes):
+    """The table's entry for an op with tensors of these shapes (without the incoming gradient), by what decides its speed: head
+    dimension, width of the model or an expert's matrix. None, or {"blocks": [...], "forward", "backward": {"efficiency",
+    "cycles", "flops", "bundles": {kernel: a block's}}}, by the compiler's schedule. efficiency: share of the MXU's peak, by
+    the flops one has to do: attention 2 matmuls of what a causal mask leaves (backward 5), loss 1 (3), for each weight 1 (2)."""
+    name = op.removesuffix("_backward")
+    sizes = {"splash_attention": shapes[0][3:], "linear_cross_entropy": shapes[0][1:]}.get(name, shapes[1][1:])
+    return TABLE.get(chip, {}).get(" ".join([name, *map("{}={}".format, "DF", sizes)]))
+
+
+def cuts(length, unit, divide=True):
+    """Sizes that an axis may be cut into, largest first: multiples of `unit`, or only those that divide it."""
+    sizes = range(-(-length // unit) * unit, 0, -unit)
+    return [size for size in sizes if length % size == 0] if divide else sizes
+
+
+def fit_blocks(cls, given, op, shapes, chip, allowed, vmem):
+    """The given blocks, or the table's for an op with tensors of these shapes, or the defaults; the latter two cut down to fit.
+
+    allowed(blocks) -> sizes that each field may have, largest first; vmem(blocks) -> {kernel: (bytes, fields that may shrink)}.
+    """
+    entry = tuned(op, chip, shapes)
+    blocks = given or (cls(*entry["blocks"]) if entry else cls())
+    while True:
+        for i, (field, size) in enumerate(blocks.__dict__.items()):
+            sizes = allowed(blocks)[i]  # parts of a block depend on the block
+            fitting = next((s for s in sizes if s <= size), None)
+            if fitting is None or given and fitting != min(size, sizes[0]):
+                raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {lanes(chip)} (rows: 16) that "
+                                  f"divides its axis, one of {', '.join(map(str, sizes[:6]))}")
+            blocks = replace(blocks, **{field: fitting})
+        over = [(kernel, *use) for kernel, use in vmem(blocks).items() if use[0] > vmem_bytes(chip)]
+        if not over:
+            return blocks
+        kernel, use, fields = over[0]
+        widest = max(fields, key=lambda field: getattr(blocks, field))
+        sizes, size = allowed(blocks)[list(blocks.__dict__).index(widest)], getattr(blocks, widest)
+        smaller = [s for s in sizes if s <= size // 2]
+        if given or not smaller:
+            raise KernelError(f"{blocks}: {kernel} takes {use / 2**20:.1f} MiB of VMEM, {chip} has "
+                              f"{vmem_bytes(chip) / 2**20:.0f} MiB for it")
+        blocks = replace(blocks, **{widest: smaller[0]})
+
+
+def call(kernel, name, grid, sequential, scalars, inputs, outputs, scratch, chip):
+    """pl.pallas_call as all kernels here use it. The last `sequential` axes of the grid run in order. scalars: known before the
+    blocks, whose index maps read them. inputs: (array, BlockSpec), outputs: (shape, dtype, BlockSpec), scratch: fp32 shapes."""
+    return pl.pallas_call(
+        kernel, name=name, interpret=chip == "interpret",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars), grid=grid, in_specs=[spec for _, spec in inputs],
+            out_specs=[spec for *_, spec in outputs], scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch]),
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential,
+            vmem_limit_bytes=vmem_bytes(chip)))(*scalars, *(array for array, _ in inputs))
+
+
+NN, NT, TN = (1, 0), (1, 1), (0, 0)  # the dimensions that x @ y, x @ y.T, x.T @ y sum over
+
+
+def dot(x, y, contract=NN):
+    return lax.dot_general(x, y, ((contract[:1], contract[1:]), ((), ())), preferred_element_type=jnp.float32)
+
+
+def zero(*refs):
+    for ref in refs:
+        ref[...] = jnp.zeros_like(ref)
+
+
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # not -inf: MASKED - MASKED is 0, not NaN
+LOG2_E = math.log2(math.e)
+
+
+# ---------------------------------------------------------------------------------------- splash attention
+
+
+def splash_attention(q, k, v, segment_ids=None, *, causal=True, window=0, softcap=0.0, scale=None):
     """softmax(scale * q @ k.mT, masked) @ v without a T×T matrix in memory (FlashAttention-2, arXiv:2307.08691).
 
     q: (B, H, T, D); k, v: (B, K, S, D) with K dividing H (grouped-query: head h reads k and v of h // (H / K)).
@@ -47,526 +193,83 @@ def splash_attention(q, k, v, segment_ids=None, *, causal=True, window=0, softca
     B, H, T, D = q.shape
     if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D or H % k.shape[1]:
         raise KernelError(f"splash_attention: q {tuple(q.shape)} does not go with k {tuple(k.shape)} and v "
-                         f"{tuple(v.shape)}: want (B, H, T, D) and (B, K, S, D), K dividing H")
+                          f"{tuple(v.shape)}: want (B, H, T, D) and (B, K, S, D), K dividing H")
     if not q.is_floating_point() or {k.dtype, v.dtype} != {q.dtype}:
         raise KernelError(f"splash_attention: q {q.dtype}, k {k.dtype}, v {v.dtype}: want one floating dtype")
-    if segment_ids is not None and segment_ids.is_floating_point():
-        raise KernelError(f"splash_attention: segment_ids {segment_ids.dtype}: want integers")
-    if segment_ids is not None and not tuple(segment_ids.shape) == (B, T) == (B, k.shape[2]):
-        raise KernelError(f"splash_attention: segment_ids {tuple(segment_ids.shape)} with T={T}, S={k.shape[2]}: "
-                         "want (B, T) and T == S")
+    if segment_ids is not None and (segment_ids.is_floating_point() or not segment_ids.shape == (B, T) == (B, k.shape[2])):
+        raise KernelError(f"splash_attention: segment_ids {tuple(segment_ids.shape)} {segment_ids.dtype} with T={T}, "
+                          f"S={k.shape[2]}: want integers (B, T), and T == S")
     scale = D ** -0.5 if scale is None else scale
-    return torch.ops.tpu.splash_attention(q, k, v, segment_ids, causal, window, softcap, scale, as_list(blocks))[0]
-
-
-def as_list(blocks):
-    """A blocks dataclass as the list of int that an op's schema can hold; [] means the defaults."""
-    return [] if blocks is None else list(blocks.__dict__.values())
-
-
-def masked_scores(q, k, segment_ids, causal, window, softcap, scale):
-    """-> (B, H, T, S) fp32, -inf where query t may not see key s."""
-    T, S = q.shape[2], k.shape[2]
-    s = (q.float() @ k.float().mT) * scale
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    ahead = torch.arange(S, device=q.device) - torch.arange(T, device=q.device)[:, None]
-    if causal:
-        s = s.masked_fill(ahead > 0, -torch.inf)
-    if window:
-        s = s.masked_fill(ahead <= -window, -torch.inf)
-    if segment_ids is not None:
-        s = s.masked_fill((segment_ids[:, :, None] != segment_ids[:, None, :])[:, None], -torch.inf)
-    return s
-
-
-@torch.library.custom_op("tpu::splash_attention", mutates_args=())
-def splash_op(q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor | None, causal: bool, window: int,
-              softcap: float, scale: float, blocks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """-> out and the scores' log-sum-exp (B, H, T) fp32, which is +inf where a query sees nothing: exp(s - lse)
-    is then the probability, also of such rows."""
-    k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    s = masked_scores(q, k, segment_ids, causal, window, softcap, scale)
-    lse = s.logsumexp(-1)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    return (torch.exp(s - lse[..., None]) @ v).to(q.dtype), lse
-
-
-@splash_op.register_fake
-def _(q, k, v, segment_ids, causal, window, softcap, scale, blocks):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("tpu::splash_attention_backward", mutates_args=())
-def splash_backward_op(g: Tensor, q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor | None, out: Tensor,
-                       lse: Tensor, causal: bool, window: int, softcap: float, scale: float,
-                       blocks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    B, K, S, D = k.shape
-    groups = q.shape[1] // K
-    k_, v_ = (x.float().repeat_interleave(groups, dim=1) for x in (k, v))
-    s = masked_scores(q, k_, segment_ids, causal, window, softcap, scale)
-    p = torch.exp(s - lse[..., None])
-    dp = g.float() @ v_.mT
-    ds = p * (dp - (g.float() * out.float()).sum(-1, keepdim=True)) * scale
-    if softcap:
-        ds = ds * (1 - (s.masked_fill(s == -torch.inf, 0) / softcap) ** 2)
-    dk, dv = (x.view(B, K, groups, S, D).sum(2) for x in (ds.mT @ q.float(), p.mT @ g.float()))
-    return (ds @ k_).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-@splash_backward_op.register_fake
-def _(g, q, k, v, segment_ids, out, lse, causal, window, softcap, scale, blocks):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def splash_setup(ctx, inputs, output):
-    *tensors, ctx.causal, ctx.window, ctx.softcap, ctx.scale, ctx.blocks = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # no zeros for lse's gradient in the graph
-    ctx.save_for_backward(*tensors, *output)
-
-
-def splash_vjp(ctx, g, _):
-    grads = torch.ops.tpu.splash_attention_backward(
-        g, *ctx.saved_tensors, ctx.causal, ctx.window, ctx.softcap, ctx.scale, ctx.blocks)
-    return *grads, None, None, None, None, None, None
-
-
-splash_op.register_autograd(splash_vjp, setup_context=splash_setup)
-
-
-# ------------------------------------------------------------------ fused linear cross-entropy: torch
-
-
-def linear_cross_entropy(x, weight, targets, *, ignore_index=-100, z_loss=0.0, multiplier=1.0, softcap=0.0,
-                         blocks=None):
-    """Cross-entropy of x @ weight.T without the logits in memory: one vocabulary tile at a time.
-
-    x: (N, D); weight: (V, D); targets: (N,) int. -> (N,) fp32 losses, 0 where the target is ignore_index.
-    logits: multiplier * x @ weight.T, in fp32; with a softcap, softcap * tanh(logits / softcap).
-    z_loss: adds z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311, section 5).
-    """
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or targets.shape != x.shape[:1]:
-        raise KernelError(f"linear_cross_entropy: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets "
-                         f"{tuple(targets.shape)}: want (N, D), (V, D), (N,)")
-    if not x.is_floating_point() or weight.dtype != x.dtype or targets.is_floating_point():
-        raise KernelError(f"linear_cross_entropy: x {x.dtype}, weight {weight.dtype}, targets {targets.dtype}: want one "
-                         "floating dtype, and integers")
-    return torch.ops.tpu.linear_cross_entropy(x, weight, targets, ignore_index, z_loss, multiplier, softcap,
-                                              as_list(blocks))[0]
-
-
-def logits_of(x, weight, multiplier, softcap):
-    z = multiplier * (x.float() @ weight.float().T)
-    return softcap * torch.tanh(z / softcap) if softcap else z
-
-
-@torch.library.custom_op("tpu::linear_cross_entropy", mutates_args=())
-def cross_entropy_op(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, z_loss: float,
-                     multiplier: float, softcap: float, blocks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """-> losses and the logits' log-sum-exp, both (N,) fp32."""
-    z = logits_of(x, weight, multiplier, softcap)
-    lse = z.logsumexp(-1)
-    valid = targets != ignore_index
-    picked = z.gather(1, torch.where(valid, targets, 0).long()[:, None])[:, 0]
-    return torch.where(valid, lse - picked + z_loss * lse ** 2, 0), lse
-
-
-@cross_entropy_op.register_fake
-def _(x, weight, targets, ignore_index, z_loss, multiplier, softcap, blocks):
-    return tuple(x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(2))
-
-
-@torch.library.custom_op("tpu::linear_cross_entropy_backward", mutates_args=())
-def cross_entropy_backward_op(g: Tensor, x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor,
-                              ignore_index: int, z_loss: float, multiplier: float, softcap: float,
-                              blocks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    z = logits_of(x, weight, multiplier, softcap)
-    valid = targets != ignore_index
-    dz = torch.exp(z - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None]
-    dz -= F.one_hot(torch.where(valid, targets, 0).long(), weight.shape[0])
-    dz *= (g * valid * multiplier)[:, None]
-    if softcap:
-        dz *= 1 - (z / softcap) ** 2
-    return (dz @ weight.float()).to(x.dtype), (dz.T @ x.float()).to(weight.dtype)
-
-
-@cross_entropy_backward_op.register_fake
-def _(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap, blocks):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def cross_entropy_setup(ctx, inputs, output):
-    *tensors, ctx.ignore_index, ctx.z_loss, ctx.multiplier, ctx.softcap, ctx.blocks = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[1])
-
-
-def cross_entropy_vjp(ctx, g, _):
-    grads = torch.ops.tpu.linear_cross_entropy_backward(
-        g, *ctx.saved_tensors, ctx.ignore_index, ctx.z_loss, ctx.multiplier, ctx.softcap, ctx.blocks)
-    return *grads, None, None, None, None, None, None
-
-
-cross_entropy_op.register_autograd(cross_entropy_vjp, setup_context=cross_entropy_setup)
-
-
-# ----------------------------------------------------------------------------- grouped matmul: torch
-
-
-def grouped_matmul(x, w, group_sizes, *, blocks=None):
-    """x[rows of group e] @ w[e] for every expert e.
-
-    x: (N, D), sorted by expert; w: (E, D, F); group_sizes: (E,) int32, data: empty groups and any sizes whose
-    sum is at most N. -> (N, F) in x's dtype; rows behind the last group give zeros.
-    """
-    check_grouped("grouped_matmul", x, (w,), group_sizes)
-    return torch.ops.tpu.grouped_matmul(x, w, group_sizes, as_list(blocks))
-
-
-def paired_grouped_matmul(x, gate, up, group_sizes, *, blocks=None):
-    """silu(x @ gate[e]) * (x @ up[e]) for every expert e: a gated MLP's first half, reading x once.
-
-    x: (N, D), sorted by expert; gate, up: (E, D, F); group_sizes as in grouped_matmul. -> (N, F) in x's dtype.
-    """
-    check_grouped("paired_grouped_matmul", x, (gate, up), group_sizes)
-    return torch.ops.tpu.paired_grouped_matmul(x, gate, up, group_sizes, as_list(blocks))[0]
-
-
-def check_grouped(name, x, weights, group_sizes):
-    for w in weights:
-        if x.ndim != 2 or w.shape != weights[0].shape or w.shape[:2] != (*group_sizes.shape, x.shape[1]):
-            raise KernelError(f"{name}: x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}, group_sizes "
-                             f"{tuple(group_sizes.shape)}: want (N, D), (E, D, F), (E,)")
-
-
-def group_tiles(x, group_sizes):
-    """Rows of x in tiles that belong to one expert each, as many as any sizes may need: XLA (torch_xla too) compiles for shapes.
-
-    -> each tile's expert (tiles,), its rows' numbers (tiles, rows), N for none, and the rows (tiles, rows, D), 0 for none.
-    """
-    N, E, rows = x.shape[0], len(group_sizes), min(ROWS, x.shape[0])
-    count, end = -(-group_sizes // rows), group_sizes.cumsum(0)
-    last = count.cumsum(0)
-    tile = torch.arange(N // rows + E, device=x.device)
-    expert = (tile[:, None] >= last).sum(1).clamp(max=E - 1)
-    first = (end - group_sizes)[expert] + (tile - (last - count)[expert]) * rows
-    index = first[:, None] + torch.arange(rows, device=x.device)
-    index = torch.where(index < end[expert][:, None], index, N)
-    return expert, index, F.pad(x, (0, 0, 0, 1))[index]
-
-
-def grouped(x, w, group_sizes):
-    """Rows of each group times its matrix, zeros behind them."""
-    expert, index, tiles = group_tiles(x, group_sizes)
-    return x.new_zeros(x.shape[0] + 1, w.shape[2]).index_put((index,), tiles @ w[expert])[:-1]
-
-
-def grouped_weights(x, g, group_sizes):
-    """x[rows of e].T @ g[rows of e] -> (E, D, F) fp32."""
-    (expert, _, x), (_, _, g) = group_tiles(x, group_sizes), group_tiles(g, group_sizes)
-    y = x.float().mT @ g.float()
-    return y.new_zeros(len(group_sizes), *y.shape[1:]).index_add(0, expert, y)
-
-
-@torch.library.custom_op("tpu::grouped_matmul", mutates_args=())
-def grouped_op(x: Tensor, w: Tensor, group_sizes: Tensor, blocks: Sequence[int]) -> Tensor:
-    return grouped(x, w, group_sizes)
-
-
-@grouped_op.register_fake
-def _(x, w, group_sizes, blocks):
-    return x.new_empty(x.shape[0], w.shape[2])
-
-
-@torch.library.custom_op("tpu::grouped_matmul_backward", mutates_args=())
-def grouped_backward_op(g: Tensor, x: Tensor, w: Tensor, group_sizes: Tensor,
-                        blocks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    return grouped(g, w.mT, group_sizes), grouped_weights(x, g, group_sizes).to(w.dtype)
-
-
-@grouped_backward_op.register_fake
-def _(g, x, w, group_sizes, blocks):
-    return x.new_empty(x.shape), w.new_empty(w.shape)
-
-
-def grouped_setup(ctx, inputs, output):
-    *tensors, ctx.blocks = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def grouped_vjp(ctx, g):
-    return *torch.ops.tpu.grouped_matmul_backward(g, *ctx.saved_tensors, ctx.blocks), None, None
-
-
-grouped_op.register_autograd(grouped_vjp, setup_context=grouped_setup)
-
-
-@torch.library.custom_op("tpu::paired_grouped_matmul", mutates_args=())
-def paired_op(x: Tensor, gate: Tensor, up: Tensor, group_sizes: Tensor,
-              blocks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """-> silu(a) * b, a = x @ gate[e], b = x @ up[e]. Keeping a and b for the backward pass is cheaper than
-    computing them again: writing 2 numbers a row and column against 2 * D multiply-adds each."""
-    a, b = (grouped(x, w, group_sizes) for w in (gate, up))
-    return F.silu(a) * b, a, b
-
-
-@paired_op.register_fake
-def _(x, gate, up, group_sizes, blocks):
-    return tuple(x.new_empty(x.shape[0], gate.shape[2]) for _ in range(3))
-
-
-@torch.library.custom_op("tpu::paired_grouped_matmul_backward", mutates_args=())
-def paired_backward_op(g: Tensor, x: Tensor, gate: Tensor, up: Tensor, group_sizes: Tensor, a: Tensor, b: Tensor,
-                       blocks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    s = torch.sigmoid(a.float())
-    da = (g * b * s * (1 + a * (1 - s))).to(x.dtype)
-    db = (g * a * s).to(x.dtype)
-    dx = grouped(da, gate.mT, group_sizes) + grouped(db, up.mT, group_sizes)
-    return dx, *(grouped_weights(x, d, group_sizes).to(gate.dtype) for d in (da, db))
-
-
-@paired_backward_op.register_fake
-def _(g, x, gate, up, group_sizes, a, b, blocks):
-    return x.new_empty(x.shape), gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-def paired_setup(ctx, inputs, output):
-    *tensors, ctx.blocks = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[1:])
-
-
-def paired_vjp(ctx, g, *_):
-    grads = torch.ops.tpu.paired_grouped_matmul_backward(g, *ctx.saved_tensors, ctx.blocks)
-    return *grads, None, None
-
-
-paired_op.register_autograd(paired_vjp, setup_context=paired_setup)
-
-
-# ------------------------------------------------------------------------------------ JAX references
-
-
-def spans(T, S, causal, window, block):
-    """The rows of attention in blocks of queries: (lo, hi, first key, end of keys) that a block can see."""
-    for lo in range(0, T, block):
-        hi = min(lo + block, T)
-        end = min(hi, S) if causal else S
-        first = min(max(lo - window + 1, 0), end - 1) if window else 0
-        yield slice(lo, hi), slice(first, end)
-
-
-def scores_jax(q, k, rows, keys, segment_ids, causal, window, softcap, scale):
-    """-> (B, K, G, rows, keys) fp32, -inf where masked."""
-    s = jnp.einsum("bkgtd,bksd->bkgts", q[:, :, :, rows], k[:, :, keys], preferred_element_type=jnp.float32) * scale
-    if softcap:
-        s = softcap * jnp.tanh(s / softcap)
-    ahead = jnp.arange(keys.start, keys.stop) - jnp.arange(rows.start, rows.stop)[:, None]
-    if causal:
-        s = jnp.where(ahead > 0, -jnp.inf, s)
-    if window:
-        s = jnp.where(ahead <= -window, -jnp.inf, s)
-    if segment_ids is not None:
-        same = segment_ids[:, rows, None] == segment_ids[:, None, keys]
-        s = jnp.where(same[:, None, None], s, -jnp.inf)
-    return s
-
-
-def splash_reference(q, k, v, segment_ids, causal, window, softcap, scale, blocks):
-    B, H, T, D = q.shape
-    K, S = k.shape[1:3]
-    q = q.reshape(B, K, H // K, T, D)
+    return torch.ops.tpu.splash_attention(q, k, v, segment_ids, causal, window, softcap, scale)[0]
+
+
+def reference_scores(q, k, segment_ids, causal, window, softcap, scale):
+    """q: (B, K, G, T, D), k: (B, K, S, D) -> for blocks of queries: slices of queries and of the keys that they can see, and
+    scores (B, K, G, rows, keys) fp32, -inf where a query may not see a key."""
+    xp, T, S = lib(q), q.shape[3], k.shape[2]
+    block = max(64, T // 8)
+    for start in range(0, T, block):
+        end = min(start + block, S) if causal else S
+        rows = slice(start, min(start + block, T))
+        keys = slice(min(max(start - window + 1, 0), end - 1) if window else 0, end)
+        s = xp.einsum("bkgtd,bksd->bkgts", f32(q[:, :, :, rows]), f32(k[:, :, keys])) * scale
+        s = softcap * xp.tanh(s / softcap) if softcap else s
+        distance = arange(keys.start, keys.stop, q) - arange(rows.start, rows.stop, q)[:, None]
+        s = xp.where(distance > 0, -math.inf, s) if causal else s
+        s = xp.where(distance <= -window, -math.inf, s) if window else s
+        if segment_ids is not None:
+            same = segment_ids[:, rows, None] == segment_ids[:, None, keys]
+            s = xp.where(same[:, None, None], s, -math.inf)
+        yield rows, keys, s
+
+
+def splash_reference(q, k, v, segment_ids, causal, window, softcap, scale):
+    """-> out, and the scores' log-sum-exp (B, H, T) fp32, which is +inf where a query sees nothing: exp(s - lse) is
+    then the probability, also of such rows."""
+    xp, (B, H, T, D), K = lib(q), q.shape, k.shape[1]
+    queries = q.reshape(B, K, H // K, T, D)
     outs, lses = [], []
-    for rows, keys in spans(T, S, causal, window, max(64, T // 8)):
-        s = scores_jax(q, k, rows, keys, segment_ids, causal, window, softcap, scale)
-        lse = jax.nn.logsumexp(s, axis=-1)
-        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
-        p = jnp.exp(s - lse[..., None]).astype(v.dtype)
-        outs.append(jnp.einsum("bkgts,bksd->bkgtd", p, v[:, :, keys]))
-        lses.append(lse)
-    return jnp.concatenate(outs, 3).reshape(B, H, T, D), jnp.concatenate(lses, 3).reshape(B, H, T)
+    for rows, keys, s in reference_scores(queries, k, segment_ids, causal, window, softcap, scale):
+        lse = logsumexp(s)
+        lses.append(xp.where(lse == -math.inf, math.inf, lse))
+        outs.append(xp.einsum("bkgts,bksd->bkgtd", xp.exp(s - lses[-1][..., None]), f32(v[:, :, keys])))
+    return cast(xp.concatenate(outs, 3).reshape(B, H, T, D), q), xp.concatenate(lses, 3).reshape(B, H, T)
 
 
-def splash_backward_reference(g, q, k, v, segment_ids, out, lse, causal, window, softcap, scale, blocks):
-    B, H, T, D = q.shape
-    K, S = k.shape[1:3]
-    q, g, out, lse = (x.reshape(B, K, H // K, *x.shape[2:]) for x in (q, g, out, lse))
-    delta = (g.astype(jnp.float32) * out).sum(-1, keepdims=True)
+def splash_backward_reference(g, q, k, v, segment_ids, out, lse, causal, window, softcap, scale):
+    xp, (B, H, T, D), (K, S) = lib(q), q.shape, k.shape[1:3]
+    queries, g, out, lse = (f32(x).reshape(B, K, H // K, *x.shape[2:]) for x in (q, g, out, lse))
+    delta = (g * out).sum(-1)[..., None]  # sum over keys of p * dp, by the definition of out
 
     def over_queries(x, y, keys):
-        """x: (B, K, G, rows, keys), y: (B, K, G, rows, D) -> (B, K, D, S) fp32. This way round, and padded rather
-        than added into a slice, XLA:CPU takes half the time."""
+        """x: (B, K, G, rows, keys), y: (B, K, G, rows, D) -> (B, K, D, S). This way round, and padded rather than
+        added into a slice, XLA:CPU takes half the time."""
         x, y = (t.reshape(B, K, -1, t.shape[-1]) for t in (x, y))
-        z = jnp.einsum("bkts,bktd->bkds", x, y, preferred_element_type=jnp.float32)
-        return jnp.pad(z, ((0, 0),) * 3 + ((keys.start, S - keys.stop),))
+        z, (before, after) = xp.einsum("bkts,bktd->bkds", x, y), (keys.start, S - keys.stop)
+        return F.pad(z, (before, after)) if xp is torch else jnp.pad(z, ((0, 0),) * 3 + ((before, after),))
 
     dqs, dk, dv = [], 0, 0
-    for rows, keys in spans(T, S, causal, window, max(64, T // 8)):
-        s = scores_jax(q, k, rows, keys, segment_ids, causal, window, softcap, scale)
-        p = jnp.exp(s - lse[:, :, :, rows, None])
-        dp = jnp.einsum("bkgtd,bksd->bkgts", g[:, :, :, rows], v[:, :, keys], preferred_element_type=jnp.float32)
+    for rows, keys, s in reference_scores(queries, k, segment_ids, causal, window, softcap, scale):
+        p = xp.exp(s - lse[:, :, :, rows, None])
+        dp = xp.einsum("bkgtd,bksd->bkgts", g[:, :, :, rows], f32(v[:, :, keys]))
         ds = p * (dp - delta[:, :, :, rows]) * scale
         if softcap:
-            ds = ds * (1 - (jnp.where(s == -jnp.inf, 0, s) / softcap) ** 2)
-        p, ds = p.astype(q.dtype), ds.astype(q.dtype)
-        dqs.append(jnp.einsum("bkgts,bksd->bkgtd", ds, k[:, :, keys]))
-        dk += over_queries(ds, q[:, :, :, rows], keys)
-        dv += over_queries(p, g[:, :, :, rows], keys)
-    return jnp.concatenate(dqs, 3).reshape(B, H, T, D), dk.mT.astype(k.dtype), dv.mT.astype(v.dtype)
+            ds = ds * (1 - (xp.where(s == -math.inf, 0, s) / softcap) ** 2)
+        dqs.append(xp.einsum("bkgts,bksd->bkgtd", ds, f32(k[:, :, keys])))
+        dk = dk + over_queries(ds, queries[:, :, :, rows], keys)
+        dv = dv + over_queries(p, g[:, :, :, rows], keys)
+    return cast(xp.concatenate(dqs, 3).reshape(B, H, T, D), q), cast(dk.mT, k), cast(dv.mT, v)
 
 
-def logits_jax(x, weight, multiplier, softcap):
-    z = multiplier * lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return softcap * jnp.tanh(z / softcap) if softcap else z
-
-
-def cross_entropy_reference(x, weight, targets, ignore_index, z_loss, multiplier, softcap, blocks):
-    z = logits_jax(x, weight, multiplier, softcap)
-    lse = jax.nn.logsumexp(z, axis=-1)
-    valid = targets != ignore_index
-    picked = jnp.take_along_axis(z, jnp.where(valid, targets, 0)[:, None], axis=1)[:, 0]
-    return jnp.where(valid, lse - picked + z_loss * lse ** 2, 0), lse
-
-
-def cross_entropy_backward_reference(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap, blocks):
-    z = logits_jax(x, weight, multiplier, softcap)
-    hot = targets[:, None] == jnp.arange(weight.shape[0])
-    dz = jnp.exp(z - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None] - hot
-    dz = dz * (g * (targets != ignore_index) * multiplier)[:, None]
-    if softcap:
-        dz = dz * (1 - (z / softcap) ** 2)
-    dz = dz.astype(x.dtype)
-    return dz @ weight, dz.T @ x
-
-
-# XLA:CPU computes lax.ragged_dot as one masked full-size matmul per expert, E times the flops. Tiles of rows
-# in a loop take 2.1 ms against its 19 and 3.1 of a loop over experts in PyTorch (N=4096, D=F=256, E=8, 2 cores).
-ROWS = 256
-
-
-def row_tiles(group_sizes, n, rows):
-    """Rows 0..n in tiles of `rows` that belong to one expert each: how many, each one's expert and first row.
-    A group's last tile runs over into the next group."""
-    count = -(-group_sizes // rows)
-    last = jnp.cumsum(count)
-    tile = jnp.arange(n // rows + len(group_sizes))
-    expert = jnp.minimum(jnp.searchsorted(last, tile, side="right"), len(group_sizes) - 1)
-    first = (jnp.cumsum(group_sizes) - group_sizes)[expert] + (tile - (last - count)[expert]) * rows
-    return last[-1], expert, first
-
-
-def grouped_reference(x, w, group_sizes, blocks):
-    rows = min(ROWS, x.shape[0])
-    n, expert, first = row_tiles(group_sizes, x.shape[0], rows)
-    x = jnp.pad(x, ((0, rows), (0, 0)))
-
-    def tile(i, y):  # tiles come in order, so the next group writes over what ran into it
-        y_tile = lax.dynamic_slice_in_dim(x, first[i], rows) @ w[expert[i]]
-        return lax.dynamic_update_slice_in_dim(y, y_tile, first[i], 0)
-
-    y = lax.fori_loop(0, n, tile, jnp.zeros((x.shape[0], w.shape[2]), x.dtype))
-    return jnp.where(jnp.arange(x.shape[0])[:, None] < group_sizes.sum(), y, 0)[:-rows]
-
-
-def grouped_weights_reference(x, g, group_sizes):
-    """x[rows of e].T @ g[rows of e] -> (E, D, F) fp32."""
-    rows = min(ROWS, x.shape[0])
-    n, expert, first = row_tiles(group_sizes, x.shape[0], rows)
-    x, g = (jnp.pad(t, ((0, rows), (0, 0))) for t in (x, g))
-    end = jnp.cumsum(group_sizes)
-
-    def tile(i, dw):
-        own = (first[i] + jnp.arange(rows) < end[expert[i]])[:, None]
-        x_tile, g_tile = (jnp.where(own, lax.dynamic_slice_in_dim(t, first[i], rows), 0) for t in (x, g))
-        return dw.at[expert[i]].add(jnp.matmul(x_tile.T, g_tile, preferred_element_type=jnp.float32))
-
-    return lax.fori_loop(0, n, tile, jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]), jnp.float32))
-
-
-def grouped_backward_reference(g, x, w, group_sizes, blocks):
-    dx = grouped_reference(g, w.mT, group_sizes, blocks)
-    return dx, grouped_weights_reference(x, g, group_sizes).astype(w.dtype)
-
-
-def paired_reference(x, gate, up, group_sizes, blocks):
-    a, b = (grouped_reference(x, w, group_sizes, blocks) for w in (gate, up))
-    return jax.nn.silu(a) * b, a, b
-
-
-def silu_mul_backward(g, a, b):
-    """Gradients of silu(a) * b, in fp32."""
-    g, a_, b_ = (t.astype(jnp.float32) for t in (g, a, b))
-    s = jax.nn.sigmoid(a_)
-    return (g * b_ * s * (1 + a_ * (1 - s))).astype(a.dtype), (g * a_ * s).astype(b.dtype)
-
-
-def paired_backward_reference(g, x, gate, up, group_sizes, a, b, blocks):
-    da, db = silu_mul_backward(g, a, b)
-    dx = grouped_reference(da, gate.mT, group_sizes, blocks) + grouped_reference(db, up.mT, group_sizes, blocks)
-    return dx, *(grouped_weights_reference(x, d, group_sizes).astype(gate.dtype) for d in (da, db))
-
-
-# ------------------------------------------------------------------- Pallas: what the kernels share
-
-# bench.py tune writes it: {chip: {"kernel sizes": the blocks' fields in order}}
-TUNED_FILE = pathlib.Path(__file__).with_name("tuned_blocks.json")
-TUNED = json.loads(TUNED_FILE.read_text()) if TUNED_FILE.exists() else {}
-VMEM_MIB = {"v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64}  # fast memory per core
-
-
-def vmem_limit(chip):
-    if chip not in VMEM_MIB:
-        raise KernelError(f"chip must be one of {', '.join(VMEM_MIB)} (got {chip!r})")
-    return VMEM_MIB[chip] * 2 ** 20 * 7 // 8  # the rest is the compiler's
-
-
-def resolve(cls, given, tuned, chip, sizes, interpret):
-    """An op's list of block sizes as a blocks dataclass. sizes: {field: (length, strict)}.
-
-    [] stands for the tuned ones under this name or the defaults, cut down to divide the lengths. So is a field that
-    is not strict, if given; of the others, one that does not divide its length raises. TPUs want multiples of 128.
-    """
-    unit = 1 if interpret else 128
-    blocks = cls(*(given or TUNED.get(chip, {}).get(tuned, ())))
-    for field, (length, strict) in sizes.items():
-        length = getattr(blocks, length) if isinstance(length, str) else length
-        block = min(getattr(blocks, field), length)
-        if not given or not strict:
-            block = max((b for b in range(unit, block + 1, unit) if length % b == 0), default=0)
-        if block < 1 or length % block or block % unit:
-            raise KernelError(f"{cls.__name__}.{field}={getattr(blocks, field)} does not fit a length of {length}: want "
-                             f"a multiple of {unit} that divides it")
-        blocks = replace(blocks, **{field: block})
-    return blocks
-
-
-def check_vmem(blocks, chip, **uses):
-    """uses: the bytes that a kernel keeps in VMEM, by what they hold (inputs and outputs twice: one being moved)."""
-    if sum(uses.values()) > vmem_limit(chip):
-        parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in uses.items())
-        raise KernelError(f"{blocks} takes {sum(uses.values()) / 2**20:.1f} MiB of VMEM ({parts}), {chip} has "
-                         f"{vmem_limit(chip) / 2**20:.0f} MiB for it")
-
-
-NN, NT, TN = (1, 0), (1, 1), (0, 0)  # the dimensions that x @ y, x @ y.T, x.T @ y sum over
-
-
-def dot(x, y, contract=NN):
-    return lax.dot_general(x, y, ((contract[:1], contract[1:]), ((), ())), preferred_element_type=jnp.float32)
-
-
-# --------------------------------------------------------------------------- splash attention: Pallas
+# Splash attention in Pallas.
 #
 # Scores are kept transposed, keys down the sublanes and queries along the lanes: a query's maximum, sum and
 # log-sum-exp are then one row (1, queries) that spreads over sublanes at no cost, and reductions over keys
 # are adds of whole registers instead of shuffles across lanes.
 #
-# Where the cycles go (tpu7x, a block of 1024 × 1024 at head dimension 128, bundles of 2 MXU and 4 vector slots):
-# forward 2,247 bundles, of them 1,030 at least for exp, 1,560 for 6,230 vector operations, 1,400 for the MXU;
-# backward 4,078, of them 3,880 for the MXU. A masked block takes 2,802 and 4,374. JAX's own: 3,346 and 5,315.
+# Where the cycles go (tpu7x, a block of 1024 × 1024 at head dimension 128, which fills half of the 256 × 256 matrix units):
+# forward 2,245 bundles for 2,048 cycles of the MXU, 1,560 of vector operations and 1,030 of exp; backward 4,078 bundles under
+# 5,120 cycles of the MXU, which bounds it. A masked block takes 2,802 and 5,120. JAX's own: 3,295 and 5,318 bundles.
 
 
 @dataclass(frozen=True)
@@ -586,9 +289,23 @@ class SplashBlocks:
     kv_resident: int = 8192
 
 
+def splash_blocks(given, q, k, chip):
+    T, S, D, itemsize, unit = q.shape[2], k.shape[2], q.shape[3], q.dtype.itemsize, lanes(chip)
+
+    def allowed(b):
+        lengths = T, S, b.q, b.kv, T, S, b.q_backward, b.kv_backward
+        return [*(cuts(n, unit) for n in lengths), cuts(S, 1, divide=False)]
+
+    def vmem(b):  # inputs and outputs twice, one of them being moved; then fp32 accumulators and a few parts of scores
+        forward = 4 * itemsize * D * (b.q + b.kv) + 4 * (D + 16) * b.q + 16 * b.q_compute * b.kv_compute
+        backward = (itemsize * D * (6 * b.q_backward + 4 * b.kv_backward) + 4 * D * b.q_backward
+                    + 2 * b.kv_resident * D * (2 * itemsize + 4) + 24 * b.q_compute_backward * b.kv_compute_backward)
+        return {"forward": (forward, ("q", "kv")), "backward": (backward, ("kv_resident", "q_backward", "kv_backward"))}
+
+    return fit_blocks(SplashBlocks, given, "splash_attention", (q.shape, k.shape), chip, allowed, vmem)
+
+
 FIRST, LAST, PARTIAL, FULL = 1, 2, 4, 8  # flags of a grid step: of its query block; its scores are masked or not
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # not -inf: MASKED - MASKED is 0, not NaN
-LOG2_E = math.log2(math.e)
 
 
 def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
@@ -598,22 +315,18 @@ def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
     whose documents do not meet has neither PARTIAL nor FULL. It names the next working step's keys: those are
     fetched anyway, so it costs no fetch.
     """
-    q_of, kv_of, flags = [], [], []
-    for i in range(T // block_q):
-        row = []
-        for j in range(keys.start // block_kv, keys.stop // block_kv):
-            # Keys minus queries, over the block: from the last query's view of the first key to the reverse.
-            low, high = j * block_kv - (i + 1) * block_q + 1, (j + 1) * block_kv - 1 - i * block_q
-            if not (causal and low > 0 or window and high <= -window):
-                full = not (causal and high > 0 or window and low <= -window)
-                row.append([i, j, FULL if full else PARTIAL])
-        row = row or [[i, keys.start // block_kv, 0]]  # sees nothing, but has zeros to write
-        row[0][2] |= FIRST
-        row[-1][2] |= LAST
-        for step in row:
-            for column, value in zip((q_of, kv_of, flags), step):
-                column.append(value)
-    q_of, kv_of, flags = (np.array(column, np.int32) for column in (q_of, kv_of, flags))
+    q_of, kv_of = np.mgrid[:T // block_q, keys.start // block_kv:keys.stop // block_kv].astype(np.int32)
+    # Keys minus queries, over a block: from the last query's view of the first key to the reverse.
+    low, high = kv_of * block_kv - (q_of + 1) * block_q + 1, (kv_of + 1) * block_kv - 1 - q_of * block_q
+    empty, full = np.zeros_like(low, bool), np.ones_like(low, bool)
+    if causal:
+        empty, full = empty | (low > 0), full & (high <= 0)
+    if window:
+        empty, full = empty | (high <= -window), full & (low > -window)
+    flags = np.where(empty, 0, np.where(full, FULL, PARTIAL)).astype(np.int32)
+    empty[empty.all(1), 0] = False  # a query block that sees nothing has zeros to write
+    q_of, kv_of, flags = q_of[~empty], kv_of[~empty], flags[~empty]
+    flags |= np.where(np.diff(q_of, prepend=-1), FIRST, 0) | np.where(np.diff(q_of, append=-1), LAST, 0)
     if segment_ids is None:
         return q_of, np.tile(kv_of, B), np.tile(flags, B)
 
@@ -624,16 +337,44 @@ def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
     (q_low, q_high), (kv_low, kv_high) = ranges(block_q, q_of), ranges(block_kv, kv_of)
     meet = (q_low <= kv_high) & (kv_low <= q_high) & (flags & (PARTIAL | FULL) > 0)
     one = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low) & (flags & FULL > 0)
-    edges = flags & (FIRST | LAST)
-    flags = jnp.where(meet, jnp.where(one, FULL, PARTIAL), 0) | edges
-    steps = len(q_of)
-    following = lax.cummin(jnp.where(meet, jnp.arange(steps), steps - 1), axis=1, reverse=True)
+    flags = jnp.where(meet, jnp.where(one, FULL, PARTIAL), 0) | flags & (FIRST | LAST)
+    following = lax.cummin(jnp.where(meet, jnp.arange(len(q_of)), len(q_of) - 1), axis=1, reverse=True)
     return q_of, jnp.asarray(kv_of)[following].reshape(-1), flags.reshape(-1)
 
 
-def split_block(block_kv, block_q, kv, q):
-    """A block of scores in parts of kv × q: slices of keys and of queries."""
-    return [(pl.ds(s, kv), pl.ds(t, q)) for s in range(0, block_kv, kv) for t in range(0, block_q, q)]
+def splash_call(kernel, name, q, k, v, others, outputs, scratch, segment_ids, causal, window, softcap, scale, blocks, keys, chip,
+                **options):
+    """A kernel over the grid (batch, key head, query head of it, steps); blocks: (q, kv, q_compute, kv_compute). others: more
+    inputs (kind, array), outputs: (kind, dtype), of kind "q" (B, H, T, D), "row" (B, H, 1, T), a number for each query, or
+    "resident" (B, K, len(keys), D), which stays while the grid walks over queries."""
+    (B, H, T, D), (K, S), (block_q, block_kv, q_compute, kv_compute) = q.shape, k.shape[1:3], blocks
+    G = H // K
+    q_of, kv_of, flags = splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids)
+    n = len(q_of)
+    specs = {
+        "q": pl.BlockSpec((None, None, block_q, D), lambda b, k, g, i, q_of, *_: (b, k * G + g, q_of[i], 0)),
+        "kv": pl.BlockSpec((None, None, block_kv, D), lambda b, k, g, i, q_of, kv_of, _: (b, k, kv_of[b * n + i], 0)),
+        "row": pl.BlockSpec((None, None, 1, block_q), lambda b, k, g, i, q_of, *_: (b, k * G + g, 0, q_of[i])),
+        "resident": pl.BlockSpec((None, None, len(keys), D), lambda b, k, *_: (b, k, 0, 0)),
+        "q_ids": pl.BlockSpec((None, 1, block_q), lambda b, k, g, i, q_of, *_: (b, 0, q_of[i])),
+        "kv_ids": pl.BlockSpec((None, 1, block_kv), lambda b, k, g, i, q_of, kv_of, _: (b, 0, kv_of[b * n + i]))}
+    shapes = {"q": (B, H, T, D), "row": (B, H, 1, T), "resident": (B, K, len(keys), D)}
+    # What multiplies every score is put on the queries. exp(x) is exp2(x * log2 e), which saves a multiplication.
+    queries = (f32(q) * (scale / softcap if softcap else scale * LOG2_E)).astype(q.dtype)
+    ids = [jnp.zeros((B, 1, length), jnp.int32) if segment_ids is None else segment_ids[:, None] for length in (T, S)]
+    parts = [(pl.ds(s, kv_compute), pl.ds(t, q_compute))  # of a block of scores: slices of keys and of queries
+             for s in range(0, block_kv, kv_compute) for t in range(0, block_q, q_compute)]
+    mask = functools.partial(mask_scores, causal=causal, window=window, segmented=segment_ids is not None)
+    inputs = [("q", queries), ("kv", k), ("kv", v), *others, ("q_ids", ids[0]), ("kv_ids", ids[1])]
+    return call(functools.partial(kernel, parts=parts, mask=mask, softcap=softcap, **options), name, (B, K, G, n), 2,
+                (q_of, kv_of, flags), [(x, specs[kind]) for kind, x in inputs],
+                [(shapes[kind], dtype, specs[kind]) for kind, dtype in outputs], scratch, chip)
+
+
+def this_step(q_of, kv_of, flags, q_ref, k_ref):
+    """-> the grid step's flags, and the numbers of its first key and its first query."""
+    i, step = pl.program_id(3), pl.program_id(0) * pl.num_programs(3) + pl.program_id(3)
+    return flags[step], kv_of[step] * k_ref.shape[0], q_of[i] * q_ref.shape[0]
 
 
 def ahead(fn, items, depth):
@@ -648,31 +389,23 @@ def ahead(fn, items, depth):
 def mask_scores(s, part, first_key, first_query, q_ids, kv_ids, causal, window, segmented):
     """s: (keys, queries) of one part -> MASKED where the query may not see the key."""
     keys, queries = part
-    iota = functools.partial(lax.broadcasted_iota, jnp.int32, s.shape)
-    distance = iota(0) - iota(1)
+    distance = lax.broadcasted_iota(jnp.int32, s.shape, 0) - lax.broadcasted_iota(jnp.int32, s.shape, 1)
     offset = first_key + keys.start - first_query - queries.start  # scalar: distance + offset is key - query
-    keep = []
-    if causal:
-        keep.append(distance <= -offset)
-    if window:
-        keep.append(distance > -window - offset)
-    if segmented:
-        keep.append(kv_ids[:, keys].T == q_ids[:, queries])
-    return jnp.where(functools.reduce(jnp.logical_and, keep, True), s, MASKED)
+    keep = distance <= -offset if causal else True
+    keep &= distance > -window - offset if window else True
+    keep &= kv_ids[:, keys].T == q_ids[:, queries] if segmented else True
+    return jnp.where(keep, s, MASKED)
 
 
 def splash_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, q_ids, kv_ids, out_ref, lse_ref, m_ref, l_ref, acc_ref, *,
-                  parts, softcap, mask):
+                  parts, mask, softcap):
     """q_ref: (q, D); k_ref, v_ref: (kv, D); out_ref: (q, D); lse_ref, m_ref, l_ref: (1, q); acc_ref: (D, q)."""
-    i = pl.program_id(2)
-    step = pl.program_id(0) * pl.num_programs(2) + i
-    flag, first_key, first_query = flags[step], kv_of[step] * k_ref.shape[0], q_of[i] * q_ref.shape[0]
+    flag, first_key, first_query = this_step(q_of, kv_of, flags, q_ref, k_ref)
 
     @pl.when(flag & FIRST > 0)
     def _():
         m_ref[...] = jnp.full_like(m_ref, MASKED)
-        l_ref[...] = jnp.zeros_like(l_ref)
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+        zero(l_ref, acc_ref)
 
     def attend(masked):
         def scores(part):
@@ -700,63 +433,23 @@ def splash_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, q_ids, kv_ids, out_re
         lse_ref[...] = jnp.where(nothing, jnp.inf, m / LOG2_E + jnp.log(l))
 
 
-def splash_pallas(q, k, v, segment_ids, causal, window, softcap, scale, blocks, *, chip, interpret):
-    B, H, T, D = q.shape
-    K, S = k.shape[1:3]
-    blocks = splash_blocks(blocks, q, k, chip, interpret)
-    block_q, block_kv = blocks.q, blocks.kv
-    q_of, kv_of, flags = splash_steps(B, T, causal, window, block_q, block_kv, range(S), segment_ids)
-    n = len(q_of)
-    ids_q, ids_kv = segment_rows(segment_ids, B, T, S)
-    kernel = functools.partial(
-        splash_kernel, parts=split_block(block_kv, block_q, blocks.kv_compute, blocks.q_compute), softcap=softcap,
-        mask=functools.partial(mask_scores, causal=causal, window=window, segmented=segment_ids is not None))
-    queries = pl.BlockSpec((None, None, block_q, D), lambda b, h, i, q_of, kv_of, flags: (b, h, q_of[i], 0))
-    keys = pl.BlockSpec((None, None, block_kv, D),
-                        lambda b, h, i, q_of, kv_of, flags: (b, lax.div(h, H // K), kv_of[b * n + i], 0))
-    out, lse = pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(B, H, n),
-            in_specs=[
-                queries, keys, keys,
-                pl.BlockSpec((None, 1, block_q), lambda b, h, i, q_of, kv_of, flags: (b, 0, q_of[i])),
-                pl.BlockSpec((None, 1, block_kv), lambda b, h, i, q_of, kv_of, flags: (b, 0, kv_of[b * n + i])),
-            ],
-            out_specs=[
-                queries,
-                pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, q_of, kv_of, flags: (b, h, 0, q_of[i])),
-            ],
-            scratch_shapes=[pltpu.VMEM((1, block_q), jnp.float32), pltpu.VMEM((1, block_q), jnp.float32),
-                            pltpu.VMEM((D, block_q), jnp.float32)],
-        ),
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, H, 1, T), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"),
-                                             vmem_limit_bytes=vmem_limit(chip)),
-        interpret=interpret,
-        name="splash_attention",
-    )(q_of, kv_of, flags, scale_queries(q, scale, softcap), k, v, ids_q, ids_kv)
+def splash_pallas(q, k, v, segment_ids, causal, window, softcap, scale, blocks, chip):
+    b, (B, H, T, D) = splash_blocks(blocks, q, k, chip), q.shape
+    out, lse = splash_call(
+        splash_kernel, "splash_attention", q, k, v, [], [("q", q.dtype), ("row", jnp.float32)], [(1, b.q), (1, b.q), (D, b.q)],
+        segment_ids, causal, window, softcap, scale, (b.q, b.kv, b.q_compute, b.kv_compute), range(k.shape[2]), chip)
     return out, lse.reshape(B, H, T)
 
 
 def splash_backward_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, q_ids, kv_ids,
-                           dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *, parts, softcap, mask, first_resident,
+                           dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *, parts, mask, softcap, first_resident,
                            dq_scale, dk_scale):
     """q_ref, g_ref, dq_ref: (q, D); k_ref, v_ref: (kv, D); lse_ref (in units of log 2), delta_ref: (1, q);
     dk_ref, dv_ref, dk_acc, dv_acc: (resident keys, D); dq_acc: (D, q)."""
     group, groups, i, steps = pl.program_id(2), pl.num_programs(2), pl.program_id(3), pl.num_programs(3)
-    step = pl.program_id(0) * steps + i
-    flag, first_key, first_query = flags[step], kv_of[step] * k_ref.shape[0], q_of[i] * q_ref.shape[0]
-
-    @pl.when((group == 0) & (i == 0))
-    def _():
-        dk_acc[...] = jnp.zeros_like(dk_acc)
-        dv_acc[...] = jnp.zeros_like(dv_acc)
-
-    @pl.when(flag & FIRST > 0)
-    def _():
-        dq_acc[...] = jnp.zeros_like(dq_acc)
+    flag, first_key, first_query = this_step(q_of, kv_of, flags, q_ref, k_ref)
+    pl.when((group == 0) & (i == 0))(lambda: zero(dk_acc, dv_acc))
+    pl.when(flag & FIRST > 0)(lambda: zero(dq_acc))
 
     def attend(masked):
         def matmuls(part):
@@ -791,107 +484,106 @@ def splash_backward_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, g_ref, lse_r
         dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
 
-def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, softcap, scale, blocks, *,
-                           chip, interpret):
-    B, H, T, D = q.shape
-    K, S = k.shape[1:3]
-    G = H // K
-    blocks = splash_blocks(blocks, q, k, chip, interpret)
-    block_q, block_kv = blocks.q_backward, blocks.kv_backward
-    resident = max(blocks.kv_resident // block_kv, 1) * block_kv
-    delta = (g.astype(jnp.float32) * out).sum(-1)  # sum over keys of p * dp, by the definition of out
-    lse, delta = (lse * LOG2_E).reshape(B, H, 1, T), delta.reshape(B, H, 1, T)
-    ids_q, ids_kv = segment_rows(segment_ids, B, T, S)
-    dqs, dks, dvs = [], [], []
-    for start in range(0, S, resident):
-        keys = range(start, min(start + resident, S))
-        q_of, kv_of, flags = splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids)
-        n = len(q_of)
-        kernel = functools.partial(
-            splash_backward_kernel, softcap=softcap, first_resident=start, dq_scale=scale,
-            dk_scale=softcap or 1 / LOG2_E,  # the kernel's queries hold the scale already, see scale_queries
-            parts=split_block(block_kv, block_q, blocks.kv_compute_backward, blocks.q_compute_backward),
-            mask=functools.partial(mask_scores, causal=causal, window=window, segmented=segment_ids is not None))
-        query_rows = pl.BlockSpec((None, None, block_q, D), lambda b, k, group, i, q_of, kv_of, flags:
-                                  (b, k * G + group, q_of[i], 0))
-        query_stats = pl.BlockSpec((None, None, 1, block_q), lambda b, k, group, i, q_of, kv_of, flags:
-                                   (b, k * G + group, 0, q_of[i]))
-        key_rows = pl.BlockSpec((None, None, block_kv, D), lambda b, k, group, i, q_of, kv_of, flags:
-                                (b, k, kv_of[b * n + i], 0))
-        key_grads = pl.BlockSpec((None, None, len(keys), D), lambda b, k, group, i, q_of, kv_of, flags: (b, k, 0, 0))
-        dq, dk, dv = pl.pallas_call(
-            kernel,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=3,
-                grid=(B, K, G, n),
-                in_specs=[
-                    query_rows, key_rows, key_rows, query_rows, query_stats, query_stats,
-                    pl.BlockSpec((None, 1, block_q), lambda b, k, group, i, q_of, kv_of, flags: (b, 0, q_of[i])),
-                    pl.BlockSpec((None, 1, block_kv), lambda b, k, group, i, q_of, kv_of, flags:
-                                 (b, 0, kv_of[b * n + i])),
-                ],
-                out_specs=[query_rows, key_grads, key_grads],
-                scratch_shapes=[pltpu.VMEM((D, block_q), jnp.float32), pltpu.VMEM((len(keys), D), jnp.float32),
-                                pltpu.VMEM((len(keys), D), jnp.float32)],
-            ),
-            out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype if len(keys) == S else jnp.float32),
-                       jax.ShapeDtypeStruct((B, K, len(keys), D), k.dtype),
-                       jax.ShapeDtypeStruct((B, K, len(keys), D), v.dtype)],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit(chip)),
-            interpret=interpret,
-            name="splash_attention_backward",
-        )(q_of, kv_of, flags, scale_queries(q, scale, softcap), k, v, g, lse, delta, ids_q, ids_kv)
-        for grads, grad in zip((dqs, dks, dvs), (dq, dk, dv)):
-            grads.append(grad)
+def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, softcap, scale, blocks, chip):
+    b, (B, H, T, D), S = splash_blocks(blocks, q, k, chip), q.shape, k.shape[2]
+    lse, delta = (row.reshape(B, H, 1, T) for row in (lse * LOG2_E, (f32(g) * out).sum(-1)))
+    stretch = max(b.kv_resident // b.kv_backward, 1) * b.kv_backward
+    stretches = [range(start, min(start + stretch, S)) for start in range(0, S, stretch)]
+    dqs, dks, dvs = zip(*(splash_call(
+        splash_backward_kernel, "splash_attention_backward", q, k, v, [("q", g), ("row", lse), ("row", delta)],
+        [("q", q.dtype if len(stretches) == 1 else jnp.float32), ("resident", k.dtype), ("resident", v.dtype)],
+        [(D, b.q_backward), (len(keys), D), (len(keys), D)], segment_ids, causal, window, softcap, scale,
+        (b.q_backward, b.kv_backward, b.q_compute_backward, b.kv_compute_backward), keys, chip, first_resident=keys.start,
+        dq_scale=scale, dk_scale=softcap or 1 / LOG2_E)  # the kernel's queries hold the scale already
+        for keys in stretches))
     return sum(dqs).astype(q.dtype), jnp.concatenate(dks, 2), jnp.concatenate(dvs, 2)
 
 
-def scale_queries(q, scale, softcap):
-    """What multiplies every score, put on the queries: exp(x) is exp2(x * log2 e), which saves a multiplication."""
-    return (q.astype(jnp.float32) * (scale / softcap if softcap else scale * LOG2_E)).astype(q.dtype)
+SPLASH = torch_op(
+    "splash_attention", "Tensor q, Tensor k, Tensor v, Tensor? segment_ids",
+    "bool causal, int window, float softcap, float scale", outputs="Tensor out, Tensor lse", saved="Tensor out, Tensor lse",
+    like=lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)),
+    forward=(splash_reference, splash_pallas), backward=(splash_backward_reference, splash_backward_pallas))
 
 
-def segment_rows(segment_ids, B, T, S):
-    """Rows of segment ids, (B, 1, T) and (B, 1, S)."""
-    if segment_ids is None:
-        return jnp.zeros((B, 1, T), jnp.int32), jnp.zeros((B, 1, S), jnp.int32)
-    return segment_ids[:, None], segment_ids[:, None]
+# ------------------------------------------------------------------------------- fused linear cross-entropy
 
 
-def splash_blocks(blocks, q, k, chip, interpret):
-    T, S, D = q.shape[2], k.shape[2], q.shape[3]
-    blocks = resolve(SplashBlocks, blocks, f"splash_attention D={D}", chip, {
-        "q": (T, True), "kv": (S, True), "q_compute": ("q", False), "kv_compute": ("kv", False),
-        "q_backward": (T, True), "kv_backward": (S, True), "q_compute_backward": ("q_backward", False),
-        "kv_compute_backward": ("kv_backward", False)}, interpret)
-    size = q.dtype.itemsize * D
-    part = 4 * 4 * blocks.q_compute * blocks.kv_compute
-    check_vmem(blocks, chip, q_and_out=4 * blocks.q * size, k_and_v=4 * blocks.kv * size, accumulator=4 * blocks.q * (D + 16),
-               scores=part)
-    resident = min(blocks.kv_resident, S)
-    part = 6 * 4 * blocks.q_compute_backward * blocks.kv_compute_backward
-    check_vmem(blocks, chip, q_g_dq=6 * blocks.q_backward * size, k_and_v=4 * blocks.kv_backward * size,
-               dk_and_dv=2 * resident * (2 * size + 4 * D), accumulator=4 * blocks.q_backward * D, scores=part)
-    return blocks
+def linear_cross_entropy(x, weight, targets, *, ignore_index=-100, z_loss=0.0, multiplier=1.0, softcap=0.0):
+    """Cross-entropy of x @ weight.T without the logits in memory: one vocabulary tile at a time.
+
+    x: (N, D); weight: (V, D); targets: (N,) int. -> (N,) fp32 losses, 0 where the target is ignore_index.
+    logits: multiplier * x @ weight.T, in fp32; with a softcap, softcap * tanh(logits / softcap).
+    z_loss: adds z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311, section 5).
+    """
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or targets.shape != x.shape[:1]:
+        raise KernelError(f"linear_cross_entropy: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets "
+                          f"{tuple(targets.shape)}: want (N, D), (V, D), (N,)")
+    if not x.is_floating_point() or weight.dtype != x.dtype or targets.is_floating_point():
+        raise KernelError(f"linear_cross_entropy: x {x.dtype}, weight {weight.dtype}, targets {targets.dtype}: want one "
+                          "floating dtype, and integers")
+    return torch.ops.tpu.linear_cross_entropy(x, weight, targets, ignore_index, z_loss, multiplier, softcap)[0]
 
 
-# ---------------------------------------------------------------- fused linear cross-entropy: Pallas
+def reference_logits(x, weight, targets, multiplier, softcap):
+    """-> logits (N, V) fp32 and which of them is the target's; none is where the target is no word."""
+    z = multiplier * (f32(x) @ f32(weight).T)
+    z = softcap * lib(x).tanh(z / softcap) if softcap else z
+    return z, targets[:, None] == arange(0, weight.shape[0], x)
+
+
+def cross_entropy_reference(x, weight, targets, ignore_index, z_loss, multiplier, softcap):
+    """-> losses and the logits' log-sum-exp, both (N,) fp32."""
+    z, hit = reference_logits(x, weight, targets, multiplier, softcap)
+    lse = logsumexp(z)
+    picked = lib(x).where(hit, z, 0).sum(-1)
+    return lib(x).where(targets != ignore_index, lse - picked + z_loss * lse ** 2, 0), lse
+
+
+def cross_entropy_backward_reference(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap):
+    z, hit = reference_logits(x, weight, targets, multiplier, softcap)
+    dz = lib(x).exp(z - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None] - f32(hit)
+    dz = dz * (g * (targets != ignore_index) * multiplier)[:, None]
+    dz = dz * (1 - (z / softcap) ** 2) if softcap else dz
+    return cast(dz @ f32(weight), x), cast(dz.T @ f32(x), weight)
+
+
+# Fused linear cross-entropy in Pallas.
 #
 # As in attention, logits are kept transposed, vocabulary down the sublanes: what belongs to a token is a row
 # (1, tokens). The backward pass computes the logits twice, once for each gradient: one kernel for both would
 # have to keep the sum of one of them in HBM.
 #
-# Where the cycles go (tpu7x, 512 tokens × 512 words at D = 4096, bundles of 2 MXU slots): forward 3,656 bundles, 76 % of
-# their MXU slots filled, the softmax under the matmul; dx 7,132, 89 %, and dw 6,433, 91 %, two matmuls each.
+# Where the cycles go (tpu7x, 512 tokens × 512 words at D = 4096): forward 3,655 bundles, with the softmax, under 4,096 cycles of
+# the MXU, which bounds it; dx and dw 8,192 of the MXU. Small blocks wait for the fp32 sums: 256 × 128 reaches 25 % of the peak.
 
 
 @dataclass(frozen=True)
 class CrossEntropyBlocks:
-    """A grid step holds the logits of `vocab` words for `tokens` tokens, over the whole width of the model."""
+    """A grid step holds the logits of `vocab` words for `tokens` tokens, over the whole width of the model. All weights are
+    read once for each block of tokens (dw: all tokens for each block of words), so small ones wait for memory."""
 
     tokens: int = 1024
     vocab: int = 512
+    dx_tokens: int = 1024
+    dx_vocab: int = 512
+    dw_tokens: int = 512
+    dw_vocab: int = 1024
+
+
+def cross_entropy_blocks(given, x, weight, chip):
+    (N, D), V, size = x.shape, weight.shape[0], x.dtype.itemsize
+    sizes = [cuts(n, lanes(chip), divide=False) for n in (N, V)] * 3
+
+    def vmem(b):
+        def gradient(outer, inner):  # one outer and two inner blocks (one arriving), the output twice, its accumulator, logits
+            return D * (size * (3 * outer + 2 * inner) + 4 * outer) + 28 * outer * inner
+
+        return {"forward": (D * size * (b.tokens + 2 * b.vocab) + 16 * b.tokens * b.vocab, ("tokens", "vocab")),
+                "dx": (gradient(b.dx_tokens, b.dx_vocab), ("dx_tokens", "dx_vocab")),
+                "dw": (gradient(b.dw_vocab, b.dw_tokens), ("dw_tokens", "dw_vocab"))}
+
+    return fit_blocks(CrossEntropyBlocks, given, "linear_cross_entropy", (x.shape, weight.shape), chip, lambda b: sizes, vmem)
 
 
 def logit_tile(x_ref, w_ref, first_word, multiplier, softcap):
@@ -904,13 +596,12 @@ def logit_tile(x_ref, w_ref, first_word, multiplier, softcap):
 
 def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l_ref, *, vocab, multiplier, softcap):
     """x_ref: (tokens, D); w_ref: (words, D); the others (1, tokens): lse, the target's logit, online softmax."""
-    tile, tiles = pl.program_id(1), pl.num_programs(1)
+    tile = pl.program_id(1)
 
     @pl.when(tile == 0)
     def _():
         m_ref[...] = jnp.full_like(m_ref, MASKED)
-        l_ref[...] = jnp.zeros_like(l_ref)
-        picked_ref[...] = jnp.zeros_like(picked_ref)
+        zero(l_ref, picked_ref)
 
     z, word = logit_tile(x_ref, w_ref, tile * w_ref.shape[0], multiplier, softcap)
     z = jnp.where(word < vocab, z, MASKED)
@@ -919,209 +610,109 @@ def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l
     m_ref[...] = m
     picked_ref[...] += jnp.where(word == target_ref[...], z, 0).sum(0, keepdims=True)
 
-    @pl.when(tile == tiles - 1)
+    @pl.when(tile == pl.num_programs(1) - 1)
     def _():
         lse_ref[...] = m_ref[...] + jnp.log(l_ref[...])
 
 
-def logit_gradients(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, first_word, vocab, multiplier, softcap):
-    """-> gradients with respect to x @ w.T, (words, tokens). p_ref and hit_ref (1, tokens): what the loss's
-    gradient multiplies the probabilities and the target's 1 with."""
-    z, word = logit_tile(x_ref, w_ref, first_word, multiplier, softcap)
+def cross_entropy_gradient_kernel(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, out_ref, acc_ref, *, of_words, vocab,
+                                  multiplier, softcap):
+    """dx: grid (tokens, vocabulary), acc_ref (tokens, D) sums over the vocabulary. dw (of_words): grid (vocabulary, tokens),
+    acc_ref (words, D) sums over the tokens. p_ref and hit_ref (1, tokens): what the loss's gradient multiplies the
+    probabilities and the target's 1 with."""
+    tile = pl.program_id(1)
+    pl.when(tile == 0)(lambda: zero(acc_ref))
+    z, word = logit_tile(x_ref, w_ref, pl.program_id(0 if of_words else 1) * w_ref.shape[0], multiplier, softcap)
     dz = jnp.exp(z - lse_ref[...]) * p_ref[...] - jnp.where(word == target_ref[...], hit_ref[...], 0)
     dz = dz * (1 - (z / softcap) ** 2) if softcap else dz
-    return jnp.where(word < vocab, dz * multiplier, 0).astype(x_ref.dtype), word
+    dz = jnp.where(word < vocab, dz * multiplier, 0).astype(x_ref.dtype)  # (words, tokens)
+    if of_words:
+        acc_ref[...] += dot(dz, x_ref[...], NN)
+    else:
+        acc_ref[...] += dot(dz, jnp.where(word < vocab, w_ref[...], 0), TN)
 
-
-def cross_entropy_dx_kernel(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, dx_ref, acc_ref, *, vocab, **options):
-    """Grid (tokens, vocabulary): acc_ref (tokens, D) sums over the vocabulary."""
-    tile, tiles = pl.program_id(1), pl.num_programs(1)
-
-    @pl.when(tile == 0)
+    @pl.when(tile == pl.num_programs(1) - 1)
     def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)
-
-    dz, word = logit_gradients(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, tile * w_ref.shape[0],
-                               vocab, **options)
-    acc_ref[...] += dot(dz, jnp.where(word < vocab, w_ref[...], 0), TN)
-
-    @pl.when(tile == tiles - 1)
-    def _():
-        dx_ref[...] = acc_ref[...].astype(dx_ref.dtype)
+        out_ref[...] = acc_ref[...].astype(out_ref.dtype)
 
 
-def cross_entropy_dw_kernel(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, dw_ref, acc_ref, *, vocab, **options):
-    """Grid (vocabulary, tokens): acc_ref (words, D) sums over the tokens."""
-    word_tile, tile, tiles = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+def cross_entropy_call(kernel, name, x, weight, rows, outputs, scratch, tokens, vocab, chip, of_words=False, **options):
+    """A kernel over the grid (tokens, vocabulary), or the other way round. rows: arrays of a number a token, (N,).
+    outputs: "row" (1, N) fp32, "x" or "w", like these. Tokens are padded with zeros to whole blocks."""
+    n, (V, D), (token, word) = -(-len(x) // tokens) * tokens, weight.shape, (1, 0) if of_words else (0, 1)
+    x, *rows = (jnp.pad(a, [(0, n - len(a))] + [(0, 0)] * (a.ndim - 1)) for a in (x, *rows))
 
-    @pl.when(tile == 0)
-    def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+    def spec(size, axis, buffers=2):
+        return pl.BlockSpec((size, D), lambda *at: (at[axis], 0), pipeline_mode=pl.Buffered(buffers))
 
-    dz, _ = logit_gradients(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, word_tile * w_ref.shape[0],
-                               vocab, **options)
-    acc_ref[...] += dot(dz, x_ref[...], NN)
-
-    @pl.when(tile == tiles - 1)
-    def _():
-        dw_ref[...] = acc_ref[...].astype(dw_ref.dtype)
-
-
-def cross_entropy_call(kernel, name, x, weight, rows, blocks, words_outer, out_shapes, scratch, chip,
-                       interpret):
-    """One of the three kernels over its grid. rows: arrays of one number a token, (1, N). out_shapes: (1, N) for
-    rows, (N, D) or (V, D). scratch: shapes of fp32 scratch."""
-    (N, D), V = x.shape, weight.shape[0]
-    tokens, vocab = blocks.tokens, blocks.vocab
-    grid = (N // tokens, pl.cdiv(V, vocab))
-
-    def spec(shape, index):  # index: of the block, from (token block, word block)
-        return pl.BlockSpec(shape, (lambda v, n: index(n, v)) if words_outer else index)
-
-    row, x_rows, w_rows = (spec((1, tokens), lambda n, v: (0, n)), spec((tokens, D), lambda n, v: (n, 0)),
-                           spec((vocab, D), lambda n, v: (v, 0)))
-    out_specs = {(1, N): row, (N, D): x_rows, (V, D): w_rows}
-    return pl.pallas_call(
-        kernel,
-        grid=grid[::-1] if words_outer else grid,
-        in_specs=[x_rows, w_rows] + [row] * len(rows),
-        out_specs=[out_specs[s.shape] for s in out_shapes],
-        out_shape=out_shapes,
-        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"),
-                                             vmem_limit_bytes=vmem_limit(chip)),
-        interpret=interpret,
-        name=name,
-    )(x, weight, *rows)
+    row = pl.BlockSpec((1, tokens), lambda *at: (0, at[token]))
+    kinds = {"row": ((1, n), jnp.float32, row), "x": (x.shape, x.dtype, spec(tokens, token)),
+             "w": (weight.shape, weight.dtype, spec(vocab, word))}
+    grid = (pl.cdiv(V, vocab), n // tokens) if of_words else (n // tokens, pl.cdiv(V, vocab))
+    inputs = [(x, spec(tokens, token, 1 + token)), (weight, spec(vocab, word, 1 + word))]  # outer blocks stay: one buffer
+    return call(functools.partial(kernel, vocab=V, **options), name, grid, 1, (), inputs + [(r[None], row) for r in rows],
+                [kinds[kind] for kind in outputs], scratch, chip)
 
 
-def pad_tokens(n, *arrays):
-    """Arrays of N tokens with zeros behind them, up to n."""
-    return [jnp.pad(a, [(0, n - a.shape[0])] + [(0, 0)] * (a.ndim - 1)) for a in arrays]
-
-
-def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, softcap, blocks, *, chip,
-                         interpret):
-    N = x.shape[0]
-    blocks = cross_entropy_blocks(blocks, x, weight, chip, interpret)
-    valid = targets != ignore_index
-    padded, target_row = pad_tokens(-(-N // blocks.tokens) * blocks.tokens, x, jnp.where(valid, targets, -1))
-    row = jax.ShapeDtypeStruct((1, len(padded)), jnp.float32)
+def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, softcap, blocks, chip):
+    b, N, valid = cross_entropy_blocks(blocks, x, weight, chip), len(x), targets != ignore_index
     lse, picked = cross_entropy_call(
-        functools.partial(cross_entropy_kernel, vocab=weight.shape[0], multiplier=multiplier, softcap=softcap),
-        "linear_cross_entropy", padded, weight, [target_row[None]], blocks, False, [row, row],
-        [(1, blocks.tokens)] * 2, chip, interpret)
+        cross_entropy_kernel, "linear_cross_entropy", x, weight, [jnp.where(valid, targets, -1)], ["row", "row"],
+        [(1, b.tokens)] * 2, b.tokens, b.vocab, chip, multiplier=multiplier, softcap=softcap)
     lse, picked = lse[0, :N], picked[0, :N]
     return jnp.where(valid, lse - picked + z_loss * lse ** 2, 0), lse
 
 
-def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap, blocks, *,
-                                  chip, interpret):
-    N = x.shape[0]
-    blocks = cross_entropy_blocks(blocks, x, weight, chip, interpret)
+def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap, blocks, chip):
+    b, (N, D) = cross_entropy_blocks(blocks, x, weight, chip), x.shape
     hit = jnp.where(targets != ignore_index, g, 0)
-    padded, *rows = pad_tokens(-(-N // blocks.tokens) * blocks.tokens, x, targets, lse,
-                               hit * (1 + 2 * z_loss * lse), hit)
-    rows = [row[None] for row in rows]
-    options = dict(vocab=weight.shape[0], multiplier=multiplier, softcap=softcap)
-    dx, = cross_entropy_call(
-        functools.partial(cross_entropy_dx_kernel, **options), "linear_cross_entropy_dx", padded, weight,
-        rows, blocks, False, [jax.ShapeDtypeStruct(padded.shape, x.dtype)], [(blocks.tokens, x.shape[1])],
-        chip, interpret)
-    dw, = cross_entropy_call(
-        functools.partial(cross_entropy_dw_kernel, **options), "linear_cross_entropy_dw", padded, weight,
-        rows, blocks, True, [jax.ShapeDtypeStruct(weight.shape, weight.dtype)], [(blocks.vocab, x.shape[1])],
-        chip, interpret)
+    dx, dw = (cross_entropy_call(
+        functools.partial(cross_entropy_gradient_kernel, of_words=of_words), f"linear_cross_entropy_d{out}", x, weight,
+        [targets, lse, hit * (1 + 2 * z_loss * lse), hit], [out], [(vocab if of_words else tokens, D)], tokens, vocab, chip,
+        of_words, multiplier=multiplier, softcap=softcap)[0] for out, tokens, vocab, of_words in (
+            ("x", b.dx_tokens, b.dx_vocab, False), ("w", b.dw_tokens, b.dw_vocab, True)))
     return dx[:N], dw
 
 
-def cross_entropy_blocks(blocks, x, weight, chip, interpret):
-    """Block sizes for N tokens, padded to a multiple. The defaults halve until they fit the model's width."""
-    (N, D), size, unit = x.shape, x.dtype.itemsize, 1 if interpret else 128
-    given = CrossEntropyBlocks(*(blocks or TUNED.get(chip, {}).get(f"linear_cross_entropy D={D}", ())))
-    if given.tokens % unit or given.vocab % unit:
-        raise KernelError(f"{given}: want multiples of {unit}")
-    b = CrossEntropyBlocks(*(min(block, -(-n // unit) * unit) for block, n in (
-        (given.tokens, N), (given.vocab, weight.shape[0]))))
-
-    def uses(b):
-        return {"x_and_dx": 4 * b.tokens * D * size, "w_and_dw": 4 * b.vocab * D * size,
-                "accumulator": 4 * max(b.tokens, b.vocab) * D, "logits": 4 * 4 * b.tokens * b.vocab}
-
-    while not blocks and sum(uses(b).values()) > vmem_limit(chip) and max(b.tokens, b.vocab) >= 256:
-        b = replace(b, **{"tokens": b.tokens // 256 * 128} if b.tokens > b.vocab else {"vocab": b.vocab // 256 * 128})
-    check_vmem(b, chip, **uses(b))
-    return b
+LOSS = torch_op(
+    "linear_cross_entropy", "Tensor x, Tensor weight, Tensor targets",
+    "int ignore_index, float z_loss, float multiplier, float softcap", outputs="Tensor loss, Tensor lse", saved="Tensor lse",
+    like=lambda x, *_: tuple(x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(2)),
+    forward=(cross_entropy_reference, cross_entropy_pallas),
+    backward=(cross_entropy_backward_reference, cross_entropy_backward_pallas))
 
 
-# ---------------------------------------------------------------------------- grouped matmul: Pallas
-#
-# x's rows are cut into tiles at fixed places. A group's rows lie in some tiles, and a tile on a border holds
-# rows of several groups; the grid makes one visit for each group and each tile that it lies in. Which ones is data:
-# the visits are computed by XLA and prefetched as scalars, from which the block specs pick what to fetch. A
-# group's visits follow each other, so its weights are fetched once and stay.
-#
-# The contraction (D forward, F for dx) is never cut: no accumulator is read, added to and written between
-# blocks, and the matrix unit's own accumulation runs on. Hence also one visit writes one block.
-#
-# Where the cycles go (tpu7x, 256 rows, D = 2048, F = 768, bundles of 2 MXU and 4 vector slots; JAX's megablox in
-# brackets): forward 1,193 (1,317), 85 % of the MXU slots filled, dx 1,284 (1,325), dw 1,623 (1,987), and 150 a visit for the
-# grid. dw's groups end with 1,470 to transpose the sums where F < D. Pair 2,530: silu's arithmetic shows as 140.
+# --------------------------------------------------------------------------------- grouped matmuls of experts
 
 
-@dataclass(frozen=True)
-class GroupedBlocks:
-    """Forward: x (rows, D) @ w (D, columns). dx: g (dx_rows, F) @ w.T (F, dx_columns). dw: (dw_d, dw_f) of a
-    group's gradient from dw_rows rows at a time. More rows use the matrix unit better, but a border's tile is
-    computed once for each group in it: n / rows + experts - 1 visits."""
-    rows: int
-    columns: int
-    dx_rows: int
-    dx_columns: int
-    dw_rows: int
-    dw_d: int
-    dw_f: int
+def grouped_matmul(x, w, group_sizes):
+    """x[rows of group e] @ w[e] for every expert e.
+
+    x: (N, D), sorted by expert; w: (E, D, F); group_sizes: (E,) int32, data: empty groups and any sizes whose
+    sum is at most N. -> (N, F) in x's dtype; rows behind the last group give zeros.
+    """
+    check_grouped("grouped_matmul", x, (w,), group_sizes)
+    return torch.ops.tpu.grouped_matmul(x, w, group_sizes)
 
 
-def grouped_vmem(blocks, D, F, pair, itemsize):
-    """Bytes of fast memory of the forward, dx and dw kernels: each block twice, so that the next one's copy runs
-    under the current one's arithmetic, and what stays between (fp32)."""
-    b, n = blocks, 2 if pair else 1
-    forward = 2 * itemsize * (b.rows * D + n * D * b.columns + (2 * n - 1) * b.rows * b.columns) + 4 * n * b.rows * b.columns
-    dx = 2 * itemsize * (n * b.dx_rows * F + n * F * b.dx_columns + b.dx_rows * b.dx_columns) + 4 * b.dx_rows * b.dx_columns
-    dw = (2 * itemsize * (b.dw_rows * b.dw_d + n * b.dw_rows * b.dw_f + n * b.dw_d * b.dw_f)
-          + 4 * (n + 1) * b.dw_d * b.dw_f)  # one result before it is added to its accumulator
-    return {"forward": forward, "dx": dx, "dw": dw}
+def paired_grouped_matmul(x, gate, up, group_sizes):
+    """silu(x @ gate[e]) * (x @ up[e]) for every expert e: a gated MLP's first half, reading x once.
+
+    x: (N, D), sorted by expert; gate, up: (E, D, F); group_sizes as in grouped_matmul. -> (N, F) in x's dtype.
+    """
+    check_grouped("paired_grouped_matmul", x, (gate, up), group_sizes)
+    return torch.ops.tpu.paired_grouped_matmul(x, gate, up, group_sizes)[0]
 
 
-def cuts(size):
-    """What a dimension may be cut into: itself and its divisors that are whole lanes, largest first."""
-    return [size] + [c for c in range(size - 1, 127, -1) if size % c == 0 and c % 128 == 0]
+def check_grouped(name, x, weights, group_sizes):
+    for w in weights:
+        if x.ndim != 2 or w.shape != weights[0].shape or w.shape[:2] != (*group_sizes.shape, x.shape[1]):
+            raise KernelError(f"{name}: x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}, group_sizes "
+                              f"{tuple(group_sizes.shape)}: want (N, D), (E, D, F), (E,)")
 
 
-def grouped_blocks(given, x, w, pair, chip):
-    """The given blocks, or the tuned ones (bench.py tune), or the widest that fit."""
-    D, F = w.shape[1:]
-    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
-        raise KernelError(f"grouped_matmul: x is {x.dtype} and the weights {w.dtype}: want both bfloat16 or float32")
-    given = given or TUNED.get(chip, {}).get(f"{'paired_' * pair}grouped_matmul D={D} F={F}")
-    blocks = GroupedBlocks(*given or (256, F, 256, D, 256, D, F))
-    fields = {"columns": F, "dx_columns": D, "dw_d": D, "dw_f": F}
-    for name, size in fields.items():
-        if getattr(blocks, name) not in cuts(size):
-            raise KernelError(f"grouped_matmul: {name}={getattr(blocks, name)} must be {size} or a multiple of 128 that "
-                              "divides it")
-    if rows := [r for r in (blocks.rows, blocks.dx_rows, blocks.dw_rows) if r < 16 or r % 16]:
-        raise KernelError(f"grouped_matmul: rows={rows[0]} must be a multiple of 16")
-    for kernel, names in (("forward", ["columns"]), ("dx", ["dx_columns"]), ("dw", ["dw_d", "dw_f"])):
-        while (vmem := grouped_vmem(blocks, D, F, pair, x.dtype.itemsize)[kernel]) > vmem_limit(chip):
-            widest = max(names, key=lambda name: getattr(blocks, name))
-            narrower = [c for c in cuts(fields[widest]) if c < getattr(blocks, widest)]
-            if given or not narrower:
-                raise KernelError(f"grouped_matmul: {kernel} needs {vmem / 2**20:.1f} MiB of VMEM, {chip} has "
-                                  f"{vmem_limit(chip) / 2**20:.0f} MiB for it: D={D}, F={F}, {blocks}")
-            blocks = replace(blocks, **{widest: narrower[0]})
-    return blocks
+# A matmul over groups cuts rows into tiles at fixed places. A group's rows lie in some tiles, and a tile on a border holds
+# rows of several groups: one visit for each group and each tile that it lies in. Which ones is data.
 
 
 def visits(group_sizes, n, rows, every_group):
@@ -1144,14 +735,135 @@ def visits(group_sizes, n, rows, every_group):
     return last[-1], [x.astype(jnp.int32) for x in (group, tile, begin, end)]
 
 
+def over_visits(body, arrays, group_sizes, init):
+    """The JAX reference's loop: total = body(total, group, first row, is the row the group's, tile of each array).
+
+    XLA:CPU computes lax.ragged_dot as one masked full-size matmul per expert, E times the flops.
+    """
+    n, rows = len(arrays[0]), min(128, len(arrays[0]))
+    arrays = [jnp.pad(x, ((0, -n % rows), (0, 0))) for x in arrays]
+    n_visits, (group, tile, begin, end) = visits(group_sizes, n, rows, every_group=True)
+
+    def visit(i, total):
+        row = jnp.arange(rows)[:, None]
+        tiles = [lax.dynamic_slice_in_dim(x, tile[i] * rows, rows) for x in arrays]
+        return body(total, group[i], tile[i] * rows, (begin[i] <= row) & (row < end[i]), *tiles)
+
+    return lax.fori_loop(0, n_visits, visit, init)
+
+
+def group_tiles(x, group_sizes):
+    """Rows of x in tiles that belong to one expert each, as many as any sizes may need: torch_xla too compiles for shapes.
+
+    -> each tile's expert (tiles,), its rows' numbers (tiles, rows), N for none, and the rows (tiles, rows, D), 0 for none.
+    """
+    N, E, rows = x.shape[0], len(group_sizes), min(128, x.shape[0])
+    count, end = -(-group_sizes // rows), group_sizes.cumsum(0)
+    last = count.cumsum(0)
+    tile = torch.arange(N // rows + E, device=x.device)
+    expert = (tile[:, None] >= last).sum(1).clamp(max=E - 1)
+    first = (end - group_sizes)[expert] + (tile - (last - count)[expert]) * rows
+    index = first[:, None] + torch.arange(rows, device=x.device)
+    index = torch.where(index < end[expert][:, None], index, N)
+    return expert, index, F.pad(x, (0, 0, 0, 1))[index]
+
+
+def grouped_reference(x, w, group_sizes):
+    if lib(x) is torch:
+        expert, index, tiles = group_tiles(x, group_sizes)
+        return x.new_zeros(len(x) + 1, w.shape[2]).index_put((index,), tiles @ w[expert])[:-1]
+
+    def add(y, group, first, own, x):
+        new = jnp.where(own, x @ w[group], lax.dynamic_slice_in_dim(y, first, len(x)))
+        return lax.dynamic_update_slice_in_dim(y, new, first, 0)
+
+    padded = len(x) + -len(x) % min(128, len(x))
+    return over_visits(add, [x], group_sizes, jnp.zeros((padded, w.shape[2]), x.dtype))[:len(x)]
+
+
+def grouped_weights_reference(x, g, group_sizes):
+    """x[rows of e].T @ g[rows of e] -> (E, D, F) in x's dtype."""
+    if lib(x) is torch:
+        (expert, _, x), (_, _, g) = group_tiles(x, group_sizes), group_tiles(g, group_sizes)
+        y = x.float().mT @ g.float()
+        return y.new_zeros(len(group_sizes), *y.shape[1:]).index_add(0, expert, y).to(g.dtype)
+
+    def add(dw, group, first, own, x, g):
+        return dw.at[group].add(dot(jnp.where(own, x, 0), jnp.where(own, g, 0), TN))
+
+    return over_visits(add, [x, g], group_sizes, jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]))).astype(x.dtype)
+
+
+def grouped_gradients_reference(x, gs, ws, group_sizes):
+    """-> dx, and dw for each of the weights. gs: gradients with respect to x @ w for each of them."""
+    dx = sum(grouped_reference(g, w.mT, group_sizes) for g, w in zip(gs, ws))
+    return dx, *(grouped_weights_reference(x, g, group_sizes) for g in gs)
+
+
+def paired_reference(x, gate, up, group_sizes):
+    """-> silu(a) * b, a = x @ gate[e], b = x @ up[e]. Keeping a and b for the backward pass is cheaper than
+    computing them again: writing 2 numbers a row and column against 2 * D multiply-adds each."""
+    a, b = (grouped_reference(x, w, group_sizes) for w in (gate, up))
+    half = 0.5 * f32(a)  # silu by one tanh; a sigmoid is an exp and a division
+    return cast((half * lib(x).tanh(half) + half) * f32(b), x), a, b
+
+
+def silu_backward(g, a, b):
+    """Gradients of silu(a) * b."""
+    g, a_, b_ = (f32(t) for t in (g, a, b))
+    s = 0.5 * lib(a).tanh(0.5 * a_) + 0.5
+    return cast(g * b_ * s * (1 + a_ * (1 - s)), a), cast(g * a_ * s, b)
+
+
+# Grouped matmuls in Pallas.
+#
+# The grid's visits are computed by XLA and prefetched as scalars, from which the block specs pick what to fetch. A
+# group's visits follow each other, so its weights are fetched once and stay. The contraction (D forward, F for dx) is
+# never cut: no accumulator is read, added to and written between blocks, and the matrix unit's own accumulation runs
+# on. Hence also one visit writes one block.
+#
+# Where the cycles go (tpu7x, 256 rows, D = 2048, F = 768; JAX's megablox in brackets): forward 1,193 bundles (1,317), dx 1,284
+# (1,325), both under 1,536 cycles of the MXU, which bounds them; dw 1,623 (1,987). A visit adds 150 for the grid, a group's end
+# in dw 1,470 to transpose the sums where F < D. Pair: 2,530 under 3,072; silu's arithmetic shows as 140.
+
+
+@dataclass(frozen=True)
+class GroupedBlocks:
+    """Forward: x (rows, D) @ w (D, columns). dx: g (dx_rows, F) @ w.T (F, dx_columns). dw: (dw_d, dw_f) of a
+    group's gradient from dw_rows rows at a time. More rows use the matrix unit better, but a border's tile is
+    computed once for each group in it: n / rows + experts - 1 visits."""
+    rows: int = 256
+    columns: int = 2 ** 16
+    dx_rows: int = 256
+    dx_columns: int = 2 ** 16
+    dw_rows: int = 256
+    dw_d: int = 2 ** 16
+    dw_f: int = 2 ** 16
+
+
+def grouped_blocks(given, x, weights, chip):
+    (n, D), F, size, pair = x.shape, weights[0].shape[2], x.dtype.itemsize, len(weights)
+    if {x.dtype, *(w.dtype for w in weights)} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float32)}):
+        raise KernelError(f"grouped_matmul: x is {x.dtype} and the weights {weights[0].dtype}: want both bfloat16 or float32")
+    rows, d, f = cuts(n, 16, divide=False), *(sorted({n, *cuts(n, lanes(chip))}, reverse=True) for n in (D, F))
+
+    def vmem(b):  # each block twice, so that the next one's copy runs under this one's arithmetic; results in fp32
+        forward = 2 * size * (b.rows * D + pair * D * b.columns + (2 * pair - 1) * b.rows * b.columns)
+        dx = 2 * size * (pair * b.dx_rows * F + pair * F * b.dx_columns + b.dx_rows * b.dx_columns)
+        dw = 2 * size * (b.dw_rows * b.dw_d + pair * b.dw_rows * b.dw_f + pair * b.dw_d * b.dw_f)
+        return {"forward": (forward + 4 * pair * b.rows * b.columns, ("columns",)),
+                "dx": (dx + 4 * b.dx_rows * b.dx_columns, ("dx_columns",)),
+                "dw": (dw + 4 * (pair + 1) * b.dw_d * b.dw_f, ("dw_d", "dw_f"))}  # a result, before it is added to its sum
+
+    op = "paired_grouped_matmul" if pair == 2 else "grouped_matmul"
+    return fit_blocks(GroupedBlocks, given, op, (x.shape, weights[0].shape), chip, lambda b: [rows, f, rows, d, rows, d, f], vmem)
+
+
 def multiply(xs, ws):
-    return [dot(xs[0], ws[0])]
-
-
-def gated(xs, ws):
-    a, b = (dot(xs[0], w) for w in ws)
-    half = 0.5 * a  # silu by one tanh; a sigmoid is an exp and a division
-    return [(half * jnp.tanh(half) + half) * b, a, b]
+    """x @ w, or of a pair silu(x @ gate) * (x @ up) and both products."""
+    ys = [dot(xs[0], w) for w in ws]
+    half = 0.5 * ys[0]
+    return ys if len(ys) == 1 else [(half * jnp.tanh(half) + half) * ys[1], *ys]
 
 
 def multiply_transposed(xs, ws):
@@ -1169,38 +881,26 @@ def grouped_kernel(group, expert, tile, begin, *refs, compute, n_x, n_w, n_group
         for out, y in zip(outs, results):  # select in fp32: bf16 masks are packed, slower to make
             out[...] = jnp.where(own, y, out[...].astype(jnp.float32)).astype(out.dtype)
 
-    def multiply_rows():
-        write(compute([x[...] for x in xs], [w[...] for w in ws]))
-
-    def clear_rows():  # behind the last group
-        write([0.0] * len(outs))
-
-    lax.cond(group[visit] < n_groups, multiply_rows, clear_rows)
+    lax.cond(group[visit] < n_groups, lambda: write(compute([x[...] for x in xs], [w[...] for w in ws])),
+             lambda: write([0.0] * len(outs)))  # behind the last group
 
 
-def grouped_call(compute, xs, ws, group_sizes, n_outs, rows, columns, transposed, chip, interpret):
-    n, K = xs[0].shape
-    E, F = ws[0].shape[0], ws[0].shape[1 if transposed else 2]
+def grouped_call(compute, name, xs, ws, group_sizes, n_outs, rows, columns, chip):
+    """compute for every visit and block of columns. Transposed weights are read as they lie, (columns, K)."""
+    (n, K), transposed, E = xs[0].shape, compute is multiply_transposed, len(group_sizes)
+    width = ws[0].shape[1 if transposed else 2]
     n_visits, (group, tile, begin, _) = visits(group_sizes, n, rows, every_group=False)
-
     expert = jnp.minimum(group, E - 1)  # whose weights to hold, behind the last group too
 
-    def weights_at(column, visit, group, expert, tile, begin):
+    def weights_at(column, visit, group, expert, *_):
         return (expert[visit], column, 0) if transposed else (expert[visit], 0, column)
 
-    return pl.pallas_call(
-        functools.partial(grouped_kernel, compute=compute, n_x=len(xs), n_w=len(ws), n_groups=E),
-        name=compute.__name__ + "_grouped",
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(F // columns, n_visits),
-            in_specs=[pl.BlockSpec((rows, K), lambda c, v, group, expert, tile, begin: (tile[v], 0))] * len(xs)
-            + [pl.BlockSpec((None, columns, K) if transposed else (None, K, columns), weights_at)] * len(ws),
-            out_specs=[pl.BlockSpec((rows, columns), lambda c, v, group, expert, tile, begin: (tile[v], c))] * n_outs),
-        out_shape=[jax.ShapeDtypeStruct((n, F), xs[0].dtype)] * n_outs,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"),
-                                             vmem_limit_bytes=vmem_limit(chip)),
-        interpret=interpret)(group, expert, tile, begin, *xs, *ws)
+    x_rows = pl.BlockSpec((rows, K), lambda c, v, group, expert, tile, _: (tile[v], 0))
+    weights = pl.BlockSpec((None, columns, K) if transposed else (None, K, columns), weights_at)
+    out = pl.BlockSpec((rows, columns), lambda c, v, group, expert, tile, _: (tile[v], c))
+    return call(functools.partial(grouped_kernel, compute=compute, n_x=len(xs), n_w=len(ws), n_groups=E), name,
+                (width // columns, n_visits), 1, (group, expert, tile, begin),
+                [*((x, x_rows) for x in xs), *((w, weights) for w in ws)], [((n, width), xs[0].dtype, out)] * n_outs, [], chip)
 
 
 def weights_kernel(group, tile, begin, end, x, *refs):
@@ -1216,20 +916,17 @@ def weights_kernel(group, tile, begin, end, x, *refs):
     def own(ref):
         row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
         mine = (row >= begin[visit]) & (row < end[visit])
-        return jnp.where(mine, ref[...].astype(jnp.float32), 0).astype(ref.dtype)
+        return jnp.where(mine, f32(ref[...]), 0).astype(ref.dtype)
 
     def product(g):
         return dot(own(g), own(x), TN) if flipped else dot(own(x), own(g), TN)
 
-    @pl.when(first_of_group)  # of an empty group too: its gradient is zero
-    def _():
+    def add(first):
         for total, g in zip(sums, gs):
-            total[...] = product(g)
+            total[...] = product(g) if first else total[...] + product(g)
 
-    @pl.when(~first_of_group)
-    def _():
-        for total, g in zip(sums, gs):
-            total[...] += product(g)
+    pl.when(first_of_group)(lambda: add(first=True))  # of an empty group too: its gradient is zero
+    pl.when(~first_of_group)(lambda: add(first=False))
 
     @pl.when(last_of_group)
     def _():
@@ -1237,49 +934,40 @@ def weights_kernel(group, tile, begin, end, x, *refs):
             out[...] = (total[...].T if flipped else total[...]).astype(out.dtype)
 
 
-def weights_call(x, gs, group_sizes, dtype, rows, d, f, chip, interpret):
-    """x[rows of e].T @ g[rows of e] for each g -> [(E, D, F)]"""
-    (n, D), F, E = x.shape, gs[0].shape[1], len(group_sizes)
-    n_visits, scalars = visits(group_sizes, n, rows, every_group=True)
-    return pl.pallas_call(
-        weights_kernel,
-        name="weights_grouped",
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(D // d, F // f, n_visits),
-            in_specs=[pl.BlockSpec((rows, d), lambda i, j, v, group, tile, *_: (tile[v], i))]
-            + [pl.BlockSpec((rows, f), lambda i, j, v, group, tile, *_: (tile[v], j))] * len(gs),
-            out_specs=[pl.BlockSpec((None, d, f), lambda i, j, v, group, *_: (group[v], i, j))] * len(gs),
-            scratch_shapes=[pltpu.VMEM((f, d) if f < d else (d, f), jnp.float32)] * len(gs)),
-        out_shape=[jax.ShapeDtypeStruct((E, D, F), dtype)] * len(gs),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"),
-                                             vmem_limit_bytes=vmem_limit(chip)),
-        interpret=interpret)(*scalars, x, *gs)
+def grouped_pallas(x, ws, group_sizes, blocks, chip):
+    b, pair = grouped_blocks(blocks, x, ws, chip), len(ws) == 2
+    name, n_outs = ("paired_grouped_matmul", 3) if pair else ("grouped_matmul", 1)
+    return grouped_call(multiply, name, [x], ws, group_sizes, n_outs, b.rows, b.columns, chip)
 
 
-def grouped_pallas(x, w, group_sizes, blocks, *, chip, interpret):
-    b = grouped_blocks(blocks, x, w, False, chip)
-    return grouped_call(multiply, [x], [w], group_sizes, 1, b.rows, b.columns, False, chip, interpret)[0]
+def grouped_gradients_pallas(x, gs, ws, group_sizes, blocks, chip):
+    """-> dx, and dw for each of the weights. gs: gradients with respect to x @ w for each of them."""
+    b, (n, D), (E, _, F_), name = grouped_blocks(blocks, x, ws, chip), x.shape, ws[0].shape, "paired_" * (len(ws) == 2)
+    dx = grouped_call(multiply_transposed, name + "grouped_matmul_dx", gs, ws, group_sizes, 1, b.dx_rows, b.dx_columns, chip)
+    n_visits, scalars = visits(group_sizes, n, b.dw_rows, every_group=True)
+    x_rows = pl.BlockSpec((b.dw_rows, b.dw_d), lambda i, j, v, group, tile, *_: (tile[v], i))
+    g_rows = pl.BlockSpec((b.dw_rows, b.dw_f), lambda i, j, v, group, tile, *_: (tile[v], j))
+    dw = pl.BlockSpec((None, b.dw_d, b.dw_f), lambda i, j, v, group, *_: (group[v], i, j))
+    total = (b.dw_f, b.dw_d) if b.dw_f < b.dw_d else (b.dw_d, b.dw_f)
+    dws = call(weights_kernel, name + "grouped_matmul_dw", (D // b.dw_d, F_ // b.dw_f, n_visits), 1, scalars,
+               [(x, x_rows), *((g, g_rows) for g in gs)], [((E, D, F_), x.dtype, dw)] * len(gs), [total] * len(gs), chip)
+    return *dx, *dws
 
 
-def grouped_backward_pallas(g, x, w, group_sizes, blocks, *, chip, interpret):
-    b = grouped_blocks(blocks, x, w, False, chip)
-    dx, = grouped_call(multiply_transposed, [g], [w], group_sizes, 1, b.dx_rows, b.dx_columns, True, chip, interpret)
-    dw, = weights_call(x, [g], group_sizes, w.dtype, b.dw_rows, b.dw_d, b.dw_f, chip, interpret)
-    return dx, dw
-
-
-def paired_pallas(x, gate, up, group_sizes, blocks, *, chip, interpret):
-    b = grouped_blocks(blocks, x, gate, True, chip)
-    return grouped_call(gated, [x], [gate, up], group_sizes, 3, b.rows, b.columns, False, chip, interpret)
-
-
-def paired_backward_pallas(g, x, gate, up, group_sizes, a, b, blocks, *, chip, interpret):
-    blocks = grouped_blocks(blocks, x, gate, True, chip)
-    gs = silu_mul_backward(g, a, b)
-    dx, = grouped_call(multiply_transposed, gs, [gate, up], group_sizes, 1, blocks.dx_rows, blocks.dx_columns, True,
-                       chip, interpret)
-    return dx, *weights_call(x, gs, group_sizes, gate.dtype, blocks.dw_rows, blocks.dw_d, blocks.dw_f, chip, interpret)
+EXPERTS = torch_op(
+    "grouped_matmul", "Tensor x, Tensor w, Tensor group_sizes", "", outputs="Tensor y", saved="",
+    like=lambda x, w, _: x.new_empty(x.shape[0], w.shape[2]),
+    forward=(grouped_reference, lambda x, w, sizes, *where: grouped_pallas(x, [w], sizes, *where)[0]),
+    backward=(lambda g, x, w, sizes: grouped_gradients_reference(x, [g], [w], sizes),
+              lambda g, x, w, sizes, *where: grouped_gradients_pallas(x, [g], [w], sizes, *where)))
+EXPERTS |= torch_op(
+    "paired_grouped_matmul", "Tensor x, Tensor gate, Tensor up, Tensor group_sizes", "",
+    outputs="Tensor y, Tensor a, Tensor b", saved="Tensor a, Tensor b",
+    like=lambda x, gate, *_: tuple(x.new_empty(x.shape[0], gate.shape[2]) for _ in range(3)),
+    forward=(paired_reference, lambda x, gate, up, sizes, *where: grouped_pallas(x, [gate, up], sizes, *where)),
+    backward=(lambda g, x, gate, up, sizes, a, b: grouped_gradients_reference(x, silu_backward(g, a, b), [gate, up], sizes),
+              lambda g, x, gate, up, sizes, a, b, *where: grouped_gradients_pallas(
+                  x, silu_backward(g, a, b), [gate, up], sizes, *where)))
 
 
 # ---------------------------------------------------------------------------------------- lowerings
@@ -1290,26 +978,15 @@ def lowerings(kind="reference", *, splash=None, fused_ce=None, paired_gmm=None, 
     """{torch op: JAX function of the op's arguments, in order}. kind: "reference" (XLA), "pallas" (TPU) or
     "interpret" (the Pallas kernels interpreted, on any machine); splash, fused_ce, paired_gmm: that of attention,
     the loss and the grouped matmuls, if another. chip: the generation that "pallas" is compiled for, which decides
-    block sizes; *_blocks: those of ops that name none themselves."""
+    block sizes; *_blocks: instead of the tuned ones."""
+    if chip not in VMEM_MIB:
+        raise KernelError(f"chip must be one of {', '.join(VMEM_MIB)} (got {chip!r})")
+
     def choose(kind, blocks, reference, pallas):
         if kind not in ("reference", "interpret", "pallas"):
             raise KernelError(f'kernels must be "reference", "interpret" or "pallas" (got {kind!r})')
-        if kind == "reference":
-            return reference
-        return lambda *args: pallas(*args[:-1], args[-1] or as_list(blocks), chip=chip,
-                                    interpret=kind == "interpret")
+        where = "interpret" if kind == "interpret" else chip
+        return reference if kind == "reference" else lambda *args: pallas(*args, blocks, where)
 
-    attention = functools.partial(choose, splash or kind, splash_blocks)
-    loss = functools.partial(choose, fused_ce or kind, ce_blocks)
-    experts = functools.partial(choose, paired_gmm or kind, grouped_blocks)
-    ops = torch.ops.tpu
-    return {
-        ops.splash_attention.default: attention(splash_reference, splash_pallas),
-        ops.splash_attention_backward.default: attention(splash_backward_reference, splash_backward_pallas),
-        ops.linear_cross_entropy.default: loss(cross_entropy_reference, cross_entropy_pallas),
-        ops.linear_cross_entropy_backward.default: loss(cross_entropy_backward_reference, cross_entropy_backward_pallas),
-        ops.grouped_matmul.default: experts(grouped_reference, grouped_pallas),
-        ops.grouped_matmul_backward.default: experts(grouped_backward_reference, grouped_backward_pallas),
-        ops.paired_grouped_matmul.default: experts(paired_reference, paired_pallas),
-        ops.paired_grouped_matmul_backward.default: experts(paired_backward_reference, paired_backward_pallas),
-    }
+    parts = (SPLASH, splash, splash_blocks), (LOSS, fused_ce, ce_blocks), (EXPERTS, paired_gmm, grouped_blocks)
+    return {op: choose(own or kind, blocks, *functions) for ops, own, blocks in parts for op, functions in ops.items()}

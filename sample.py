@@ -76,7 +76,7 @@ class Cached(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not torch.ops.tpu.splash_attention:
             return func(*args, **(kwargs or {}))
-        q, k, v, _, _, window, softcap, scale, _ = args
+        q, k, v, _, _, window, softcap, scale = args
         k, v = (torch.ops.aten.index_put(old, [None, None, self.positions], new)
                 for old, new in zip(self.cache[self.layer], (k, v)))
         self.cache[self.layer] = k, v
