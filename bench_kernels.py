@@ -214,7 +214,7 @@ def candidates(op, s, chip):
     if op == "linear_cross_entropy":
         forward, dx = [(1024, 512), (512, 512), (512, 256)], [(512, 512), (512, 256), (256, 128)]
         if s["D"] > 8192:  # what fits; reading the weights more often beats small tiles
-            forward, dx = [(512, 512), (512, 256), (256, 512)], [(128, 512), (128, 384), (256, 128)]
+            forward, dx = [(512, 512), (512, 256), (256, 512)], [(128, 384), (128, 256), (256, 128)]
         return [[*a, *b, *b[::-1]] for a, b in zip(forward, dx)]  # dw: words and tokens change places
     ws = [shape(s["E"], s["D"], s["F"])] * (1 + op.startswith("paired"))
     widest = kernels.grouped_blocks(None, shape(s["N"], s["D"]), ws, chip)
