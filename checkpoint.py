@@ -265,6 +265,9 @@ class Checkpoints:
         self.tiers = [Tier(os.path.abspath(folder), every, keep, {"run": run, "flags": flags})
                       for folder, every in tiers if folder]
         self.newest, self.step, self.stopping = None, 0, False
+        for folder, _ in tiers:
+            if folder and "://" in folder:
+                raise CheckpointError(f"{folder}: checkpoints go to a mounted folder (gcsfuse, NFS), not to an address")
         for tier in self.tiers:
             if not resume and os.path.isdir(tier.folder) and os.listdir(tier.folder):
                 raise CheckpointError(f"{tier.folder} is not empty: add --resume to go on from it, or name another folder")
@@ -273,10 +276,15 @@ class Checkpoints:
         if resume:
             self.find()
         try:
-            for tier in self.tiers:
+            for tier in self.tiers if jax.process_index() == 0 else []:
                 os.makedirs(tier.folder, exist_ok=True)
         except OSError as e:
             raise CheckpointError(f"checkpoints cannot be written: {e}") from e
+        if self.tiers and jax.process_count() > 1:
+            multihost_utils.sync_global_devices("checkpoint folders")
+            for tier in self.tiers:
+                if not os.path.isdir(tier.folder):
+                    raise CheckpointError(f"{tier.folder}: process {jax.process_index()} does not see the folder that process 0 made")
         if self.tiers and jax.process_count() == 1:  # of several, JAX's preemption service takes the signal
             signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
 
@@ -302,7 +310,7 @@ class Checkpoints:
 
     def due(self, step):
         """Whether to save after this step: it is its turn, or SIGTERM came (`stopping`). To be asked once a step."""
-        if self.tiers and jax.process_count() > 1:
+        if jax.process_count() > 1:
             self.stopping = multihost_utils.reached_preemption_sync_point(step) or self.stopping
         return self.stopping or any(step % tier.every == 0 for tier in self.tiers)
 
@@ -359,12 +367,20 @@ class Tier:
         """Returns when the state is on the host, so that the next step may take its memory. Waits for the save before."""
         self.wait()
         unfinished = self.path(step) + ".unfinished"
+        error = None
         try:
             if jax.process_index() == 0:
                 for path in glob.glob(os.path.join(glob.escape(self.folder), "*.unfinished")):  # a kill's
                     shutil.rmtree(path)
                 os.mkdir(unfinished)
                 write_json(unfinished, "run.json", self.run)
+        except OSError as e:
+            error = e
+        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.array(error is not None)):
+            error = error or "on process 0"  # nobody may wait in orbax for one that is not there
+        if error:
+            return self.fail(step, error)
+        try:
             self.orbax.save(os.path.join(unfinished, "state"), args=self.ocp.args.PyTreeSave(state))
             self.saving = step, self.thread.submit(self.finish, step, unfinished)
         except Exception as e:  # whatever orbax raises, training goes on without this checkpoint

@@ -178,10 +178,11 @@ class Dataset:
         positions are not needed: rotary attention sees only differences). rows: the slice of the global batch to build."""
         return self._rows(self.train, np.arange(step * batch, (step + 1) * batch)[rows], self.seed)
 
-    def val_batches(self, batch, n, rows=slice(None)):
-        """At most n batches, the same for every seed. The last is filled up with rows already seen."""
+    def val_batches(self, batch, n):
+        """At most n functions of a slice of rows, of a batch each, the same for every seed. The last is filled up with
+        rows already seen."""
         n = min(n, -(-((len(self.val) - 1) // self.seq) // batch))
-        return [self._rows(self.val, np.arange(s * batch, (s + 1) * batch)[rows], 0) for s in range(n)]
+        return [lambda rows=slice(None), s=s: self._rows(self.val, np.arange(s * batch, (s + 1) * batch)[rows], 0) for s in range(n)]
 
     def unigram_loss(self):
         """Validation loss, in nats a token, of the best model that knows only how frequent each token is (in train's

@@ -56,10 +56,10 @@ class Data:
         numbers = np.arange(step * batch, (step + 1) * batch)[rows]
         return self.build(numbers, self.n_val + _shuffle(numbers, self.n, self.seed), self.seed, DROP)
 
-    def val_batches(self, batch, n, rows=slice(None)):
-        """At most n batches of rows never trained on, the same noise and timesteps for every seed."""
-        numbers = [np.arange(s * batch, (s + 1) * batch)[rows] for s in range(min(n, -(-self.n_val // batch)))]
-        return [self.build(i, i % self.n_val, 2**32, 0.0) for i in numbers]
+    def val_batches(self, batch, n):
+        """At most n functions of a slice of rows, of a batch never trained on each, the same noise and timesteps for every seed."""
+        numbers = [np.arange(s * batch, (s + 1) * batch) for s in range(min(n, -(-self.n_val // batch)))]
+        return [lambda rows=slice(None), i=i: self.build(i[rows], i[rows] % self.n_val, 2**32, 0.0) for i in numbers]
 
     def build(self, numbers, indices, seed, drop):
         out = []

@@ -254,7 +254,7 @@ def accumulate(model, params, batch, psum, n):
     micro = {key: x.unflatten(0, (n, -1)) for key, x in batch.items()}
     weight = torch.full((n,), 1 / n)
     if "targets" in batch:
-        valid = psum((micro["targets"] >= 0).sum((1, 2)))
+        valid = psum((micro["targets"] >= 0).sum((1, 2)).float())
         weight = valid / valid.sum().clamp(min=1)
 
     def body(sums, rows, weight, whole):
@@ -612,6 +612,7 @@ def split(graph, is_data):
         stage[node] = min(stage[user] for user in node.users)
     final = max(stage.values()) if clip == math.inf else clip
 
+    earlier = {n for n in stage if stage[n] <= clip}
     wanted = {}  # (stage, where an update's gradient comes from) -> nodes that later stages or the caller need
     for node in stage:
         if node.op != "placeholder" and any(stage.get(user, -1) > stage[node] for user in node.users):
@@ -619,7 +620,6 @@ def split(graph, is_data):
     for node in outputs:
         at, born = stage.get(node, final), 0
         if at > clip:
-            earlier = {n for n in stage if stage[n] < at}
             born = max((stage[n] for n in ancestors([node], earlier) & earlier if stage[n] < clip), default=0)
         wanted.setdefault((at, born), {})[node] = None
     stages = []
@@ -634,12 +634,13 @@ def split(graph, is_data):
 BOUNDARY, TO_DEVICE, TO_HOST = (f"tpu.{name}.default" for name in ("boundary", "to_device", "to_host"))
 
 
-def host_bytes(gm):
-    """What one device's to_host nodes put into its host's memory in a step."""
+def host_bytes(gm, layers=1):
+    """What one device's to_host nodes hold in its host's memory at a time: a layer loop's of all layers, those of loops
+    within a loop (micro-batches) one after the other."""
     total = 0
     for node in gm.graph.nodes:
         if op_name(node) == TO_HOST:
-            total += node.meta["val"].nbytes
+            total += node.meta["val"].nbytes * layers
         if node.target is loop:
-            total += host_bytes(getattr(gm, node.args[0].target)) * len(node.args[2][0].meta["val"])
+            total += host_bytes(getattr(gm, node.args[0].target), len(node.args[2][0].meta["val"]))
     return total

@@ -207,7 +207,7 @@ class Llama3(nn.Module):
         x = self(batch["tokens"], batch["segment_ids"])
         targets = batch["targets"].flatten()
         nll = linear_cross_entropy(x.flatten(0, 1), self.output_weight, targets)  # (B * T,) fp32
-        valid = psum((targets >= 0).sum()).clamp(min=1)
+        valid = psum((targets >= 0).sum().float()).clamp(min=1)
         loss = nll.sum() / valid
         return loss, torch.zeros_like(loss)
 

@@ -30,9 +30,11 @@ if not ON_TPU_HOST:
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -45,6 +47,10 @@ DTYPES = {
 
 class LoweringError(Exception):
     """An op that has no lowering; the message names it, the model's line and what to add."""
+
+
+class DoesNotFit(LoweringError):
+    """The program needs more HBM than a device has."""
 
 
 # ---------------------------------------------------------------------------------------------- the table
@@ -448,8 +454,18 @@ def source(node):
 
 
 def make_mesh(replicas=1, shards=1, devices=None):
-    """A JAX mesh with the axes of SimpleFSDP's DeviceMesh: ("replicas", "fsdp")."""
-    return jax.make_mesh((replicas, shards), ("replicas", "fsdp"), devices=devices, axis_types=(AxisType.Auto,) * 2)
+    """A JAX mesh with the axes of SimpleFSDP's DeviceMesh, ("replicas", "fsdp"): slices one after the other, in each
+    the order of its torus. Raises LoweringError for shards that would cross slices, or half a torus."""
+    slices = {}
+    for d in jax.devices()[:replicas * shards] if devices is None else devices:
+        slices.setdefault(getattr(d, "slice_index", 0), []).append(d)
+    try:
+        if replicas % len(slices):
+            raise ValueError(f"{len(slices)} slices cannot be {replicas} replicas")
+        rows = [mesh_utils.create_device_mesh((len(ds),), ds, allow_split_physical_axes=True) for _, ds in sorted(slices.items())]
+    except (AssertionError, NotImplementedError, ValueError) as e:
+        raise LoweringError(f"{replicas} replicas of {shards} devices cannot be laid over these {replicas * shards}: {e or 'no whole torus'}") from e
+    return Mesh(np.concatenate(rows).reshape(replicas, shards), ("replicas", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
 def partition_spec(p):
@@ -531,14 +547,17 @@ class Program:
     def __call__(self, *args):
         values = dict(zip(self.inputs, tree_flatten(args)[0]))
         del args
-        following = [stage[1] for stage in self.stages[1:]] + [[]]
+        following, before = [stage[1] for stage in self.stages[1:]] + [[]], []
         for (piece, inputs, outputs, dropped), ahead in zip(self.stages, following):
-            for node in ahead:  # what the next stage needs from the host is on its way while this one runs
-                if node in values and is_hosted(node):
-                    values[node] = jax.device_put(values[node], NamedSharding(self.mesh, P(self.mesh.axis_names)))
-            values.update(zip(outputs, piece.executable(*(values[node] for node in inputs))))
+            results = piece.executable(*(values[node] for node in inputs))
+            values.update(zip(outputs, results))
+            # What the next stage needs from the host is on its way while this one runs; not sooner, for it takes HBM.
+            if ahead := [node for node in ahead if is_hosted(node)]:
+                jax.block_until_ready(before)
+                values.update((node, to_device(values[node])) for node in ahead)
+            before = results[:1]
             if self.waits:
-                jax.block_until_ready([values[node] for node in outputs])
+                jax.block_until_ready(results)
             for node in dropped:
                 del values[node]
         return tree_unflatten([values[node] for node in self.outputs], self.graph.out_spec)
@@ -574,8 +593,12 @@ class Piece:
             self.executable = self.lowered.compile(compiler_options=options or None)
         except jax.errors.JaxRuntimeError as e:
             if unknown := re.search(r"No such compile option: '(\w+)'", str(e)):
-                raise LoweringError(f"--libtpu-init-flags: this compiler has no flag {unknown.group(1)}") from e
-            raise
+                raise LoweringError(f"this compiler has no flag {unknown.group(1)}") from e
+            excess = re.search(r"Used [\d.]+. of [\d.]+. hbm. Exceeded .*? by [\d.]+.|temporaries \(\S+\) exceeds .*? \(\S+?\)", str(e))
+            if not excess:
+                raise LoweringError(f"the compiler refused the program\n{e}") from e
+            raise DoesNotFit(f"does not fit a device: {excess.group()}. Levers: smaller --per-device-batch or --seq, --scan, Pallas "
+                             f"attention and loss, --offload, more chips\n{e}") from e
 
 
 def global_shape(x, spec, mesh, wide=False):
@@ -585,6 +608,12 @@ def global_shape(x, spec, mesh, wide=False):
         for name in [names] if isinstance(names, str) else names or ():
             shape[d] *= mesh.shape[name]
     return jax.ShapeDtypeStruct(shape, DTYPES[x.dtype], sharding=NamedSharding(mesh, spec))
+
+
+def to_device(x):
+    """An array in the hosts' memory -> in the devices'. Shard by shard: for several hosts device_put would be a program."""
+    shards = [jax.device_put(s.data, SingleDeviceSharding(s.device)) for s in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding.with_memory_kind(shards[0].sharding.memory_kind), shards)
 
 
 def is_hosted(node):

@@ -233,7 +233,7 @@ class MuseGlimmer(nn.Module):
         targets = batch["targets"].flatten()
         nll = linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets,  # (B * T,) fp32
                                    multiplier=c.output_multiplier, softcap=c.softcap)
-        valid = psum((targets >= 0).sum()).clamp(min=1)
+        valid = psum((targets >= 0).sum().float()).clamp(min=1)
         loss = nll.sum() / valid
         return loss, torch.zeros_like(loss)
 

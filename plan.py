@@ -30,8 +30,7 @@ import lowering  # before jax: it sets libtpu's environment
 import jax
 import numpy as np
 import torch
-from jax.experimental import mesh_utils, topologies
-from jax.sharding import AxisType, Mesh
+from jax.experimental import topologies
 
 import graph_trainer
 import hlo
@@ -136,16 +135,8 @@ def matmul_size(node, name):
 # ------------------------------------------------------------------------------------------------ compiling
 
 
-class CompileError(Exception):
-    """The TPU compiler refused; the message is one line of ours and its own words, which name the source line of the op."""
-
-
-class DoesNotFit(CompileError):
-    pass
-
-
 def topology_devices(name, slices=1):
-    """-> the devices of a TPU topology nobody here has, as (slices, devices a slice) arrays in torus order."""
+    """-> the devices of a TPU topology nobody here has."""
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices).devices
     except Exception as e:
@@ -153,23 +144,7 @@ def topology_devices(name, slices=1):
                          f"It says: {str(e).splitlines()[0][:300]}") from e
     if devices[0].device_kind not in CHIPS:
         raise UsageError(f"--topology {name}: no figures for {devices[0].device_kind}, only for {', '.join(CHIPS)}")
-    by_slice = {}
-    for d in devices:
-        by_slice.setdefault(getattr(d, "slice_index", 0), []).append(d)
-    return np.stack([mesh_utils.create_device_mesh((len(ds),), ds, allow_split_physical_axes=True)
-                     for _, ds in sorted(by_slice.items())])
-
-
-def compile_part(part, flags):
-    """part.compile, its refusal with the compiler's words kept and what to do about it."""
-    try:
-        part.compile(recipes.compiler_options(flags))
-    except jax.errors.JaxRuntimeError as e:
-        excess = re.search(r"Used [\d.]+. of [\d.]+. hbm. Exceeded .*? by [\d.]+.|temporaries \(\S+\) exceeds .*? \(\S+?\)", str(e))
-        if not excess:
-            raise CompileError(f"the TPU compiler refused the program\n{e}") from e
-        raise DoesNotFit(f"does not fit a device: {excess.group()}. Levers: smaller --per-device-batch or --seq, --scan, Pallas "
-                         f"attention and loss, offload, more chips\n{e}") from e
+    return devices
 
 
 def report(args):
@@ -179,15 +154,15 @@ def report(args):
     devices; keys s_<kind> add up to predicted_step_s, hidden_<kind> ran behind compute, bytes_<kind> are memory.
     """
     devices, clock = topology_devices(args.topology, args.slices), [time.perf_counter()]
-    chip, n = CHIPS[devices.flat[0].device_kind], devices.size
+    chip, n = CHIPS[devices[0].device_kind], len(devices)
     args.dtype, args.batch = args.dtype or "bfloat16", args.per_device_batch * n
     config = train.choose_size(args)
     if getattr(config, "vocab", 0) is None:
         config = replace(config, vocab=512)  # debug sizes take the data's: bytes, rounded up
     with train.phase("tracing"):
-        device_mesh = simple_fsdp.capture_mesh(devices.shape[1], args.slices) if n > 1 else None
+        mesh = lowering.make_mesh(args.slices, n // args.slices, devices)
+        device_mesh = simple_fsdp.capture_mesh(n // args.slices, args.slices) if n > 1 else None
         model = train.build_model(args, config, device_mesh)
-        mesh = Mesh(devices, ("replicas", "fsdp"), axis_types=(AxisType.Auto,) * 2)
         step, _ = train.build_programs(args, model, graph_trainer.AdamW(), device_mesh, mesh)
         parts = step.parts()
         flops = n * sum(name_kernels(part.gm) * times for _, part, times in parts)
@@ -198,7 +173,7 @@ def report(args):
     clock.append(time.perf_counter())
     with train.phase(f"compiling for {n} devices"):
         for _, part, _ in parts:
-            compile_part(part, args.libtpu_init_flags)
+            part.compile(recipes.compiler_options(args.libtpu_init_flags))
     clock.append(time.perf_counter())
 
     bandwidth = {"ici": link_bandwidth(args.topology, chip), "dcn": chip.dcn * LINK_EFFICIENCY / chip.devices,
@@ -220,7 +195,8 @@ def report(args):
     resident, largest = max(((part.resident_bytes, m) for (_, part, _), m in zip(parts, memory)),
                             key=lambda at: at[0] + at[1].peak_memory_in_bytes)
     state, peak = largest.argument_size_in_bytes + resident, largest.peak_memory_in_bytes + resident
-    saved = sum(saved_bytes(part.gm) for _, part, _ in parts)
+    host = graph_trainer.host_bytes(step.graph.gm)
+    saved = sum(saved_bytes(part.gm) for _, part, _ in parts) - host * args.scan
     published, where = args.recipe and recipes.RECIPES[args.recipe].published or (None, "nowhere")
     return {
         "model": args.model, "size": args.size, "topology": args.topology, "flags": args.libtpu_init_flags or "",
@@ -229,7 +205,7 @@ def report(args):
         "bytes_state": state, "bytes_saved_activations": saved, "bytes_temporaries": max(peak - state - saved, 0),
         "bytes_code": sum(m.generated_code_size_in_bytes for m in memory),
         "bytes_arguments_and_temporaries": state + largest.temp_size_in_bytes,
-        "host_bytes": graph_trainer.host_bytes(step.graph.gm),
+        "host_bytes": host,
         **{f"s_{kind}": s for kind, s in seconds.items()}, **{f"hidden_{kind}": s - seconds[kind] for kind, s in busy.items()},
         **{f"moved_{engine}_bytes": moved.get(engine, 0) for engine in ("ici", "dcn", "host")},
         "cycles": sum(s for kind, s in seconds.items() if kind not in busy) * chip.peak / chip.mxu,
@@ -305,7 +281,7 @@ def row(name, args):
     """Compiles, and prints it as a line of a table. -> the report, None if it does not fit."""
     try:
         r, _ = report(args)
-    except DoesNotFit as e:
+    except lowering.DoesNotFit as e:
         return print(f"| {name} | {str(e).splitlines()[0]} |", flush=True)
     print(f"| | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")
     print(f"| {name} | {' | '.join(f'{r[key] / unit:,.2f}' for key, unit in COLUMNS.values())} |", flush=True)
@@ -380,6 +356,13 @@ def parse(argv):
     args.argv, args.chips, args.per_device_batch = argv, [int(n) for n in numbers], args.per_device_batch or 1
     if wrong := [n for n in args.chips if n not in SCALES]:
         raise UsageError(f"{command} {wrong[0]}: scaling knows {', '.join(map(str, SCALES))} chips")
+    if args.batch != train.parse_args(["--model", args.model]).batch:
+        raise UsageError(f"--batch {args.batch}: plan.py plans rows a device, say --per-device-batch")
+    for flag in ("fsdp", "replicas", "devices", "checkpoint", "local_checkpoint", "metrics", "tensorboard", "profile", "save_hf"):
+        if args.topology and getattr(args, flag) not in (None, 1):
+            raise UsageError(f"--{flag.replace('_', '-')} trains, and --topology {args.topology} only compiles: leave one out")
+    if args.per_device_batch % args.grad_accum:
+        raise UsageError(f"--grad-accum {args.grad_accum} does not divide a device's {args.per_device_batch} rows (--per-device-batch)")
     if not args.topology and command != "flags":
         raise UsageError(f"--topology NAME or --recipe NAME is needed. Topologies: {KNOWN}; recipes: "
                          f"{', '.join(recipes.RECIPES)}")
@@ -390,7 +373,7 @@ def main(argv=None):
     try:
         command, args = parse(sys.argv[1:] if argv is None else argv)
         COMMANDS[command](args)
-    except (UsageError, CompileError, graph_trainer.CaptureError, lowering.LoweringError, kernels.KernelError) as e:
+    except (UsageError, graph_trainer.CaptureError, lowering.LoweringError, kernels.KernelError) as e:
         print(f"plan.py: error: {e}", file=sys.stderr)
         return 2
 

@@ -239,7 +239,7 @@ class Qwen3MoE(nn.Module):
         targets = batch["targets"]
         x, prob_sums, counts = self(batch["tokens"], batch["segment_ids"], valid=targets >= 0)
         nll = linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())  # (B * T,) fp32
-        valid = psum((targets >= 0).sum()).clamp(min=1)
+        valid = psum((targets >= 0).sum().float()).clamp(min=1)
         share = psum(counts) / (valid * c.top_k)  # (L, E), each row sums to 1
         balance = c.n_experts * (share * (prob_sums / valid)).sum() / c.n_layers  # 1.0 when uniform
         return nll.sum() / valid, c.aux_coef * balance

@@ -11,6 +11,7 @@ Notable features:
 - `python plan.py flags --recipe NAME --libtpu-init-flags="..."` shows what a flag changes
 """
 
+import argparse
 from dataclasses import dataclass, field
 
 
@@ -29,19 +30,6 @@ class Recipe:
 
 # Each flag: what it does; whether it can change rounding ("free": same values bit for bit, by what it is
 # documented or seen to do in the HLO; the check on a TPU is `plan.py flags`).
-
-# VMEM one op may use for its own tiles, in KiB of v6e's and tpu7x's 128 and 64 MiB; what is left is for prefetching the next ops.
-# More makes matmul tiles larger. Changes rounding: a matmul's contraction is cut into other pieces.
-VMEM = {"xla_tpu_scoped_vmem_limit_kib": "65536"}
-
-# All-gathers run inside the matmuls before them ("continuation fusion") instead of between ops. Free: moves data only.
-OVERLAP_ALL_GATHER = {
-    "xla_tpu_enable_async_collective_fusion": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",  # over several ops, not only one
-    "xla_tpu_overlap_compute_collective_tc": "true",
-    "xla_enable_async_all_gather": "true",
-}
 
 # v6e: gathers and reductions run on the SparseCores, beside whatever the TensorCore does. tpu7x does so by default.
 # The ND reduce-scatter is the one that keeps a reduce-scatter: without it libtpu 0.0.42 sends a whole all-reduce, twice
@@ -106,12 +94,18 @@ def compiler_options(flags):
     return options
 
 
+def count(text):
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return int(text)
+
+
 def add_flags(p):
     """Flags of recipes and plans, for the parsers of train.py and plan.py."""
     p.add_argument("--topology", metavar="NAME", help="compile for a TPU that is not here, e.g. v6e:4x4, and stop")
-    p.add_argument("--slices", type=int, default=1, help="so many of the topology, over the data-center network")
+    p.add_argument("--slices", type=count, default=1, help="so many of the topology, over the data-center network")
     p.add_argument("--recipe", metavar="NAME", help=f"flags of a full-size run, before all others: {', '.join(RECIPES)}")
-    p.add_argument("--per-device-batch", type=int, metavar="N", help="rows a device, instead of --batch")
+    p.add_argument("--per-device-batch", type=count, metavar="N", help="rows a device, instead of --batch")
     p.add_argument("--libtpu-init-flags", metavar="FLAGS", help='compiler flags, "--xla_a=1 --xla_b=2"')
     p.add_argument("--xla-flags", dest="libtpu_init_flags", metavar="FLAGS", help="the same")
     p.add_argument("--report", metavar="FILE.json", help="the plan as flat JSON")

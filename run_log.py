@@ -28,7 +28,7 @@ def now():
 
 
 class RunLog:
-    """Starts the clock; open() the files when nothing is wrong any more. Every process calls it, process 0 writes."""
+    """Starts the clock; open() the files when the step is compiled. Every process calls it, process 0 writes."""
 
     def __init__(self):
         self.start, self.productive, self.lost_s = now(), 0.0, collections.Counter()
@@ -50,7 +50,10 @@ class RunLog:
             self.recorder.record_job_start_time(self.start)
             self.recorder.record_training_preparation_start_time(self.start)
         if args.metrics:
-            self.metrics = open(args.metrics, "a+b" if args.resume else "xb")
+            try:
+                self.metrics = open(args.metrics, "a+b" if args.resume else "xb")
+            except OSError as e:
+                raise LogError(f"--metrics {args.metrics}: {e.strerror}: name another file") from e
             self.done_before = self.cut(done)
         if args.tensorboard:
             from tensorboardX import SummaryWriter  # takes seconds
@@ -62,7 +65,9 @@ class RunLog:
         if self.metrics.readable():
             self.metrics.seek(0)
             for line in self.metrics.read().splitlines(keepends=True):
-                step = json.loads(line)["step"] if line.endswith(b"}\n") else 0
+                if not line.startswith(b'{"step": '):
+                    raise LogError(f"--metrics {self.metrics.name} is no file of metrics ({line[:40]!r}): name another")
+                step = json.loads(line)["step"] if line.endswith(b"}\n") else 0  # a kill tears the last line
                 last, end = max(last, step), end + len(line) * (0 < step <= done)
             self.metrics.truncate(end)
         return last

@@ -39,11 +39,6 @@ def hybrid_shard(module, mesh, **precision):
     parametrize(module, mesh, lambda shape: [Replicate(), _shard(shape, mesh.size(1))], **precision)
 
 
-def replicate(module, mesh, **precision):
-    """Plain data parallelism: every parameter whole everywhere, gradients all-reduced."""
-    parametrize(module, mesh, lambda shape: [Replicate()] * mesh.ndim, **precision)
-
-
 def cast(module, **precision):
     """One device: no collectives, a read only casts."""
     parametrize(module, None, None, **precision)

@@ -94,7 +94,7 @@ def parse_args(argv):
     g.add_argument("--weight-decay", type=positive(float, zero=True), default=0.1)
     g.add_argument("--clip", type=positive(float, zero=True), default=1.0, help="largest norm of the whole gradient; 0: do not clip, "
                    "so that with --split a group's update is part of its backward")
-    g.add_argument("--seed", type=int, default=0)
+    g.add_argument("--seed", type=positive(int, zero=True), default=0)
 
     g = p.add_argument_group("how it runs")
     g.add_argument("--mode", default="graph", choices=["graph", "compile", "eager"])
@@ -162,7 +162,11 @@ def parse_args(argv):
     if args.recipe:
         if args.recipe not in recipes.RECIPES:
             raise UsageError(f"--recipe {args.recipe} is not one of: {', '.join(recipes.RECIPES)}")
-        args = p.parse_args(recipes.argv_of(args.recipe) + list(sys.argv[1:] if argv is None else argv))
+        own, args = args, p.parse_args(recipes.argv_of(args.recipe) + list(sys.argv[1:] if argv is None else argv))
+        if own.batch and not own.per_device_batch:  # the user's, instead of the recipe's
+            args.per_device_batch = None
+    if args.batch and args.per_device_batch:
+        raise UsageError(f"--batch {args.batch} is over all devices, --per-device-batch {args.per_device_batch} on each: give one")
     for name, value in MODELS[args.model].defaults.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     if args.model == "flux" and args.tokenizer:
@@ -171,23 +175,25 @@ def parse_args(argv):
         raise UsageError("--report, --picture and --slices go with --topology NAME")
     if args.offload and not args.scan:
         raise UsageError("--offload goes with --scan (--split keeps what it saves in host memory by itself)")
-    for flag in ("scan", "grad_accum"):
-        if args.split and getattr(args, flag) not in (False, 1):
-            raise UsageError(f"--split cuts unrolled layers into programs: leave out --{flag.replace('_', '-')}"
-                             + " (or add --no-scan, after --recipe)" * (flag == "scan"))
+    if args.split and args.scan:
+        raise UsageError("--split cuts unrolled layers into programs: leave out --scan (or add --no-scan, after --recipe)")
+    if args.split and args.grad_accum > 1:
+        raise UsageError("--split cuts one batch's step into programs: leave out --grad-accum")
     if args.profile:
         span = re.fullmatch(r"(\d+):(\d+)", args.profile)
         if not span or not 3 <= int(span[1]) <= int(span[2]) <= args.steps:
             raise UsageError(f"--profile {args.profile} must be START:STOP, from step 3 (two to warm up) to --steps {args.steps}")
         if args.split:
             raise UsageError("--profile reads one program: leave out --split")
+    if args.seed >= 2**31:
+        raise UsageError(f"--seed {args.seed} is too large: below 2147483648")
     if args.resume and not (args.checkpoint or args.local_checkpoint):
         raise UsageError("--resume needs --checkpoint DIR or --local-checkpoint DIR")
     if args.target_loss and not args.validate_every:
         raise UsageError(f"--target-loss {args.target_loss} needs --validate-every N")
     if args.mode != "graph":
         for flag in ("scan", "split", "remat", "offload", "grad_accum", "fsdp", "replicas", "devices", "coordinator", "num_processes",
-                     "process_id", "topology", "checkpoint", "local_checkpoint", "kernels", "splash", "fused_ce", "paired_gmm", "libtpu_init_flags", "profile",
+                     "process_id", "topology", "per_device_batch", "checkpoint", "local_checkpoint", "kernels", "splash", "fused_ce", "paired_gmm", "libtpu_init_flags", "profile",
                      "print_graph", "print_sharding", *(name for name in vars(args) if "_block_" in name)):
             if getattr(args, flag) != p.get_default(flag):
                 raise UsageError(f"--{flag.replace('_', '-')} needs --mode graph (got --mode {args.mode})")
@@ -217,8 +223,9 @@ def choose_devices(args):
         if not 0 <= args.process_id < args.num_processes:
             raise UsageError(f"--process-id {args.process_id} must be 0 to {args.num_processes - 1} (--num-processes)")
         jax.distributed.initialize(*processes)
-    elif lowering.ON_TPU_HOST:
-        jax.distributed.initialize()  # one process a host: finds the others by itself
+    elif lowering.ON_TPU_HOST and not args.devices:
+        with contextlib.suppress(ValueError):  # of a machine that is no cluster JAX knows: this process is alone
+            jax.distributed.initialize()  # one process a host: finds the others by itself
     devices = jax.devices()
     shards = max(len(devices) // args.replicas, 1) if args.fsdp == 0 else args.fsdp or 1
     n = shards * args.replicas
@@ -422,6 +429,8 @@ def train(args):
     with log.lost("restart" if args.resume else "checkpoint"):
         saves = checkpoint.Checkpoints(tiers, args.keep, run, flags | {"data": str(dataset)}, args.resume)
 
+    if args.profile and int(args.profile.split(":")[0]) < saves.step + 3:
+        raise UsageError(f"--profile {args.profile}: --resume goes on after step {saves.step}, START must be {saves.step + 3} or later")
     opt = graph_trainer.AdamW(lr=args.lr, min_lr=args.lr / 10, warmup=args.warmup, steps=args.steps,
                               weight_decay=args.weight_decay, clip=args.clip)
     with log.lost("compile"), phase("tracing"):
@@ -430,13 +439,15 @@ def train(args):
         return print(step.graph.readable())
     if args.mode == "graph":
         check_host_memory(step, args)
-    log.open(args, saves.step)
     with log.lost("compile"), phase("lowering"):
         step.lower()
         evaluate.lower()
     with log.lost("compile"), phase("compiling"):
         step.compile(recipes.compiler_options(args.libtpu_init_flags))
         evaluate.compile(recipes.compiler_options(args.libtpu_init_flags))
+    if saves.stopping:
+        return 128 + signal.SIGTERM  # nothing is done yet
+    log.open(args, saves.step)
     with log.lost("initialization"):
         state = lowering.initial_state(model, mesh, args.seed)
     if saves.step:
@@ -448,10 +459,8 @@ def train(args):
 
     def validate(params):
         with log.lost("validation"):
-            return statistics.mean(
-                float(evaluate(params, lowering.shard_batch(lambda rows: {k: x[rows] for k, x in b.items()},
-                                                            (args.batch, args.seq), mesh)))
-                for b in dataset.val_batches(args.batch, args.val_batches))
+            return statistics.mean(float(evaluate(params, lowering.shard_batch(rows_of, (args.batch, args.seq), mesh)))
+                                   for rows_of in dataset.val_batches(args.batch, args.val_batches))
 
     profile = profiling.Profile(args.profile_dir, *map(int, args.profile.split(":"))) if args.profile else None
 
@@ -477,6 +486,7 @@ def train(args):
             say(text)
         if not all(map(math.isfinite, metrics.values())):
             saves.close()
+            log.close()
             raise UsageError(f"step {number}: {metrics} is not finite; lower --lr (got {args.lr}) or raise --warmup")
         reached = due and args.target_loss and loss <= args.target_loss
         if state:

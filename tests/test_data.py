@@ -142,7 +142,7 @@ def test_validation_documents_are_the_same_for_every_seed_and_never_trained_on(t
     assert np.array_equal(a.val, b.val) and np.array_equal(a.train, b.train)
     assert set(a.val) & set(a.train) == {256}
     assert set(a.val) | set(a.train) == set(range(60)) | {256}
-    assert all(same(x, y) for x, y in zip(a.val_batches(2, 3), b.val_batches(2, 3)))
+    assert all(same(x(), y()) for x, y in zip(a.val_batches(2, 3), b.val_batches(2, 3)))
 
 
 def test_a_new_document_moves_no_other_between_training_and_validation(tmp_path):
@@ -166,7 +166,7 @@ def test_a_single_text_keeps_its_last_twentieth_for_validation(tmp_path):
 
 def test_validation_batches_hold_each_row_once_before_any_comes_again(tmp_path):
     d = load(write_bin(tmp_path / "t.bin", np.arange(1000)), seq=10)  # 50 validation ids: 4 rows
-    batches = d.val_batches(3, 99)
+    batches = [rows_of() for rows_of in d.val_batches(3, 99)]
     assert len(batches) == 2
     first = np.concatenate([b["tokens"][:, 0] for b in batches])
     assert set(first[:4]) == {950, 960, 970, 980} and len(first) == 6

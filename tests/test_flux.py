@@ -223,7 +223,7 @@ def test_a_batch_depends_on_seed_step_and_row_alone():
     assert not same(whole, a.batch(4, 8))
     assert not same(whole, flux_data.shapes(flux.SIZES["debug"], seed=1).batch(3, 8))
     assert all(x.dtype == np.float32 for x in whole.values()) and list(whole) == sorted(whole)
-    assert all(map(same, a.val_batches(100, 9), flux_data.shapes(flux.SIZES["debug"], seed=1).val_batches(100, 9)))
+    assert all(same(x(), y()) for x, y in zip(a.val_batches(100, 9), flux_data.shapes(flux.SIZES["debug"], seed=1).val_batches(100, 9)))
 
 
 def test_timesteps_are_shifted_logit_normal_and_a_tenth_of_the_captions_is_dropped():
@@ -234,7 +234,7 @@ def test_timesteps_are_shifted_logit_normal_and_a_tenth_of_the_captions_is_dropp
     dropped = (batch["pooled"] == 0).all(1)
     assert abs(dropped.mean() - 0.1) < 0.02
     assert (batch["text"][dropped] == data.empty[0].astype(np.float32)).all()
-    assert (data.val_batches(64, 1)[0]["pooled"] != 0).any(1).all()
+    assert (data.val_batches(64, 1)[0]()["pooled"] != 0).any(1).all()
 
 
 def test_a_drawn_shape_has_its_captions_colour_and_comes_back_from_its_latents():
@@ -270,7 +270,7 @@ def test_shards_give_back_their_rows(tmp_path, kind):
     for name in ("latents", "text"):
         assert np.array_equal(batch[name][kept], rows[name].float().numpy()[which[kept]])
     assert (batch["text"][~kept] == 7).all()
-    assert data.val_batches(4, 1)[0]["pooled"][:, 0].tolist() == [0] * 4
+    assert data.val_batches(4, 1)[0]()["pooled"][:, 0].tolist() == [0] * 4
 
 
 def test_bad_shards_are_refused_in_one_line(tmp_path):

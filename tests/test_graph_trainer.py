@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 
 import jax
@@ -137,15 +138,22 @@ def test_without_clipping_a_groups_update_is_part_of_its_backward(run):
     assert free == clipped - 4  # updates of two groups, of the embedding, and of the norm and output layer
 
 
-@pytest.mark.parametrize("model", ["muse_glimmer", "flux"])
-def test_the_other_models_split_alike(run, model):
-    depth = {"muse_glimmer": ["--layers", "8"], "flux": []}[model] + FAST[2:]
-    same_run(run("--model", model, *depth), run("--model", model, *depth, "--split", "2"))
+def test_muse_glimmer_splits_alike(run):
+    """1e-4: its post-norms divide by small numbers, so rounding grows faster."""
+    flags = ["--model", "muse_glimmer", "--layers", "8", *FAST[2:]]
+    same_run(run(*flags), run(*flags, "--split", "2"), rtol=1e-4)
 
 
-def same_run(want, got):
+def test_flux_splits_both_its_stacks_alike(tmp_path):
+    flags = ["--model", "flux", "--batch", "8", "--steps", "3", "--val-batches", "1", *FAST[2:], "--metrics"]
+    for name, split in (("whole", []), ("split", ["--split", "2"])):
+        assert train.main([*flags, str(tmp_path / name), *split]) is None
+    same_run(*([json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in ("whole", "split")))
+
+
+def same_run(want, got, rtol=1e-5):
     for name in ("loss", "aux_loss", "grad_norm"):
-        np.testing.assert_allclose([r[name] for r in got], [r[name] for r in want], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose([r[name] for r in got], [r[name] for r in want], rtol=rtol, err_msg=name)
 
 
 def build(*flags):
@@ -200,9 +208,9 @@ def compile_for_tpu(*flags):
     import plan
     _, args = plan.parse(["--topology", "tpu7x:2x2x1", "--model", "llama3", "--seq", "1024", "--kernels", "reference", *flags])
     devices = plan.topology_devices(args.topology)
-    args.dtype, args.batch = "bfloat16", devices.size
-    mesh = jax.sharding.Mesh(devices, ("replicas", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    device_mesh = simple_fsdp.capture_mesh(devices.size)
+    args.dtype, args.batch = "bfloat16", len(devices)
+    mesh = lowering.make_mesh(1, len(devices), devices)
+    device_mesh = simple_fsdp.capture_mesh(len(devices))
     model = train.build_model(args, dataclasses.replace(train.choose_size(args), vocab=512), device_mesh)
     step, _ = train.build_programs(args, model, graph_trainer.AdamW(), device_mesh, mesh)
     step.lower()
@@ -213,11 +221,11 @@ def compile_for_tpu(*flags):
 
 
 def test_on_tpu_offloaded_activations_fill_the_host_not_the_hbm_and_move_asynchronously():
-    short, deep = (compile_for_tpu("--scan", "--offload", "--layers", n) for n in ("4", "12"))
-    kept = [compile_for_tpu("--scan", "--layers", n)[0] for n in ("4", "12")]
+    short, deep = (compile_for_tpu("--scan", "--offload", "--layers", n) for n in ("2", "8"))
+    kept = compile_for_tpu("--scan", "--layers", "8")
     row = 1024 * 384 * 2  # bytes of one layer's input
-    assert deep[1] == 3 * short[1] == 12 * row
-    assert (deep[0] - short[0]) < (kept[1] - kept[0]) - 0.9 * 8 * row  # what still grows is the stacked gradients
+    assert deep[1] == 4 * short[1] == 8 * row and kept[1] == 0
+    assert deep[0] < kept[0] - 5 * row  # but for the one in use and the one on its way
     starts = re.findall(r"dynamic-(?:update-)?slice-start\(", deep[2])
     assert len(starts) >= 2 and "S(5)" in deep[2]
 
