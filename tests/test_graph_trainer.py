@@ -139,9 +139,9 @@ def test_without_clipping_a_groups_update_is_part_of_its_backward(run):
 
 
 def test_muse_glimmer_splits_alike(run):
-    """1e-4: its post-norms divide by small numbers, so rounding grows faster."""
+    """Its first ten steps: its post-norms divide by small numbers, and rounding then grows by half a digit a step."""
     flags = ["--model", "muse_glimmer", "--layers", "8", *FAST[2:]]
-    same_run(run(*flags), run(*flags, "--split", "2"), rtol=1e-4)
+    same_run(run(*flags)[:10], run(*flags, "--split", "2")[:10])
 
 
 def test_flux_splits_both_its_stacks_alike(tmp_path):
@@ -151,9 +151,9 @@ def test_flux_splits_both_its_stacks_alike(tmp_path):
     same_run(*([json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in ("whole", "split")))
 
 
-def same_run(want, got, rtol=1e-5):
+def same_run(want, got):
     for name in ("loss", "aux_loss", "grad_norm"):
-        np.testing.assert_allclose([r[name] for r in got], [r[name] for r in want], rtol=rtol, err_msg=name)
+        np.testing.assert_allclose([r[name] for r in got], [r[name] for r in want], rtol=1e-5, err_msg=name)
 
 
 def build(*flags):
