@@ -82,54 +82,55 @@ def link_bandwidth(topology, chip):
 
 # --------------------------------------------------------------------------------------- the kernels' time
 
-# Op of kernels.py -> (matmuls that its kernels do, share of the MXU peak that their schedule reaches). The compiler gives
-# kernels no cycles. Attention and experts: bundles a block as scheduled for tpu7x (RESULTS.md, Kernels), taken for every chip:
-# of attention's 2,245 bundles forward 1,024 are the matmuls' own, of 4,078 backward 2,560. The loss is not measured yet.
-KERNELS = {"splash_attention": (2, 0.456), "splash_attention_backward": (5, 0.628),
-           "linear_cross_entropy": (1, 0.7), "linear_cross_entropy_backward": (4, 0.7),
-           "grouped_matmul": (1, 0.84), "grouped_matmul_backward": (2, 0.77),
-           "paired_grouped_matmul": (1, 0.84), "paired_grouped_matmul_backward": (2, 0.77)}
+# Op of kernels.py -> (matmuls that it must do, share of the MXU peak to assume where tuned_blocks.json has none for the chip
+# and shape: about what it has for tpu7x). The compiler gives kernels no cycles; the table's come from their schedules.
+KERNELS = {"splash_attention": (2, 0.36), "splash_attention_backward": (5, 0.43),
+           "linear_cross_entropy": (1, 0.9), "linear_cross_entropy_backward": (3, 0.7),
+           "grouped_matmul": (1, 0.6), "grouped_matmul_backward": (2, 0.55),
+           "paired_grouped_matmul": (1, 0.65), "paired_grouped_matmul_backward": (2, 0.55)}
 
 
 def kernel_seconds(chip, scope, n_calls, traffic):
-    """THE place where a Pallas kernel's time is decided: its op's matmuls at their share of the peak, at least its traffic at HBM
-    speed. scope: as name_kernels wrote it, "... matmul=FLOPS ... tpu.OP"; n_calls kernels share the op's work."""
-    size, op = re.search(r" matmul=(\d+) .*tpu\.(\w+)", scope).groups()
-    matmuls, efficiency = KERNELS[op]
-    return max(matmuls * int(size) / n_calls / (chip.peak * efficiency), traffic / chip.hbm_bandwidth)
+    """A Pallas kernel's time: its op's matmuls at their share of the peak, at least its traffic at HBM speed. scope: as
+    name_kernels wrote it, "... flops=N share=X ... tpu.OP"; n_calls kernels share the op's work."""
+    flops, share = re.search(r" flops=(\d+) share=([\d.]+)", scope).groups()
+    return max(int(flops) / n_calls / (chip.peak * float(share)), traffic / chip.hbm_bandwidth)
 
 
-def name_kernels(gm):
-    """Puts the matmul size of each op of kernels.py into its node's source line, which the lowering carries into the HLO.
-    -> matmul flops of the graph on one device: masked blocks left out, what the backward computes again counted."""
-    flops = 0
+def name_kernels(gm, chip):
+    """Puts the matmul flops of each op of kernels.py, and the share of a chip's peak that its kernels reach, into its node's
+    source line, which the lowering carries into the HLO. -> matmul flops of the graph on one device: masked scores left out, what
+    the backward computes again counted."""
+    total = 0
     for node in gm.graph.nodes:
         name = str(node.target)
         if node.target is graph_trainer.loop:
-            flops += node.args[2][0].meta["val"].shape[0] * name_kernels(getattr(gm, node.args[0].target))
+            total += node.args[2][0].meta["val"].shape[0] * name_kernels(getattr(gm, node.args[0].target), chip)
         elif node.target is graph_trainer.call:
-            flops += name_kernels(getattr(gm, node.args[0].target))
+            total += name_kernels(getattr(gm, node.args[0].target), chip)
             node.meta["stack_trace"] = f'File "{node.name}", line 0, in call'  # layers may share one body
-        elif name.startswith("tpu.") and name.split(".")[1] in KERNELS:
-            size = matmul_size(node, name)
-            flops += size * KERNELS[name.split(".")[1]][0]
-            node.meta["stack_trace"] = f'File "{node.name} matmul={size:.0f} ", line 0, in {name}'
+        elif name.startswith("tpu.") and (op := name.split(".")[1]) in KERNELS:
+            shapes = [a.meta["val"].shape for a in node.args if isinstance(a, torch.fx.Node)]
+            shapes = shapes["backward" in op:]  # a backward's first argument is the incoming gradient
+            matmuls, share = KERNELS[op]
+            if entry := kernels.tuned(op, chip, shapes):
+                share = entry["backward" if "backward" in op else "forward"]["efficiency"]
+            flops = matmuls * matmul_size(op, node, *shapes)
+            total += flops
+            node.meta["stack_trace"] = f'File "{node.name} flops={flops:.0f} share={share} ", line 0, in {name}'
         elif name in ("aten.mm.default", "aten.bmm.default"):
-            flops += 2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]
-    return flops
+            total += 2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]
+    return total
 
 
-def matmul_size(node, name):
+def matmul_size(op, node, x, w, *_):
     """Flops of one of the matmuls that an op of kernels.py consists of; a pair of grouped ones counts as one."""
-    tensors = [a.meta["val"].shape for a in node.args if isinstance(a, torch.fx.Node)]
-    x, w, *_ = tensors["backward" in name:]  # a backward's first argument is the incoming gradient
-    if "splash" not in name:
-        return 2 * math.prod(x) * (w[0] if "entropy" in name else w[2]) * (2 if "paired" in name else 1)
-    (B, H, T, D), S, block = x, w[2], kernels.SplashBlocks().q
+    if "splash" not in op:
+        return 2 * math.prod(x) * (w[0] if "entropy" in op else w[2]) * (2 if "paired" in op else 1)
+    (B, H, T, D), S = x, w[2]
     causal, window = next(a for a in node.args if isinstance(a, bool)), next(a for a in node.args if type(a) is int)
-    q, k = np.arange(0, T, block)[:, None], np.arange(0, S, block)
-    seen = (k <= q if causal else k >= 0) & (k + block > q - window + 1 if window else q >= 0)  # whole blocks
-    return 2 * B * H * D * min(block, T) * min(block, S) * int(seen.sum())
+    seen = np.arange(1, T + 1) if causal else np.full(T, S)
+    return 2 * B * H * D * int((np.minimum(seen, window) if window else seen).sum())
 
 
 # ------------------------------------------------------------------------------------------------ compiling
@@ -165,7 +166,7 @@ def report(args):
         model = train.build_model(args, config, device_mesh)
         step, _ = train.build_programs(args, model, graph_trainer.AdamW(), device_mesh, mesh)
         parts = step.parts()
-        flops = n * sum(name_kernels(part.gm) * times for _, part, times in parts)
+        flops = n * sum(name_kernels(part.gm, train.CHIPS[devices[0].device_kind][0]) * times for _, part, times in parts)
     clock.append(time.perf_counter())
     with train.phase("lowering"):
         for _, part, _ in parts:
@@ -218,7 +219,7 @@ def report(args):
         "assumed_clock_per_s": chip.peak / chip.mxu, "assumed_matmul_flops_per_cycle": chip.matmul,
         **{f"assumed_{engine}_bytes_per_s": rate for engine, rate in bandwidth.items()},
         "assumed_for_ops_without_cycles_s": counts["guessed", "ops"],
-        **{f"assumed_for_{op}_s": s for op, s in kernel_s.items()}, **{f"assumed_{op}_mfu": KERNELS[op][1] for op in kernel_s},
+        **{f"assumed_for_{op}_s": s for op, s in kernel_s.items()},
     }, phases
 
 

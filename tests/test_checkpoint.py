@@ -84,7 +84,8 @@ def test_logits_and_gradients_are_transformers(case, tmp_path):
     got = {name: p.grad for name, p in ours.named_parameters()}
     assert got.keys() == wanted.keys()
     for name in got:
-        assert largest_relative(got[name], torch.from_numpy(np.array(wanted[name]))) < 1e-4, name
+        # Muse Glimmer's post-norms divide by small numbers, which makes more of rounding.
+        assert largest_relative(got[name], torch.from_numpy(np.array(wanted[name]))) < (2e-4 if family == "muse_glimmer" else 1e-4), name
 
 
 @pytest.mark.parametrize("shards,scan", [(1, False), (8, True)], ids=["one device", "scan on 8 devices"])
@@ -150,7 +151,7 @@ def test_each_device_reads_its_own_shard_and_a_stack_is_read_layer_by_layer(tmp_
     matrices = [(part, whole) for part, whole, name in sizes if "norm" not in name and ".experts." not in name]
     assert all(part == whole // 8 for part, whole in matrices) and len(matrices) == 8 * (2 + 5 * 2)
     experts = [(part, whole) for part, whole, name in sizes if ".experts." in name]
-    assert len(experts) == 8 * 2 * 8 * 3 and all(part == whole // 8 for part, whole in experts)
+    assert len(experts) == 2 * 8 * 3 and all(part == whole for part, whole in experts)  # one of 8 experts on each device
 
 
 def broken(tmp_path, change, config=None):

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from jax import lax
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import graph_trainer
 import hlo
+import kernels
 import plan
 import recipes
 import train
@@ -25,7 +27,7 @@ DEBUG = ["--topology", "v5e:2x2", "--model", "llama3", "--layers", "2", "--scan"
 
 @pytest.fixture(scope="module")
 def mesh():
-    return Mesh(plan.topology_devices("v5e:2x2").ravel(), ("x",))
+    return Mesh(np.array(plan.topology_devices("v5e:2x2")), ("x",))
 
 
 def compiled(mesh, f, *shapes, spec=P()):
@@ -187,30 +189,30 @@ def test_a_pallas_kernel_costs_its_matmuls_shared_with_the_ops_other_kernels():
     """HLO as libtpu prints it: line breaks inside a kernel's metadata, no cycles."""
     call = '''  %KERNEL = bf16[8]{0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "xprof_metadata":"{}"
-}}, metadata={op_name="jit(f)/ce_1 matmul=2000000000 :0 tpu.linear_cross_entropy_backward.default/KERNEL/pallas_call"}
+}}, metadata={op_name="jit(f)/ce_1 flops=6000000000 share=0.7 :0 tpu.linear_cross_entropy_backward.default/KERNEL/pallas_call"}
 '''
     text = ("ENTRY %main (a: bf16[8]) -> bf16[8] {\n  %a = bf16[8]{0} parameter(0)\n"
             + call.replace("KERNEL", "dx.1") + call.replace("KERNEL", "dw.2") + "}\n")
     r, _ = replay(text)
-    matmuls, efficiency = plan.KERNELS["linear_cross_entropy_backward"]
-    assert r["s", "loss"] == r["kernel", "linear_cross_entropy_backward"] == pytest.approx(matmuls * 2e9 / V5E.peak / efficiency)
+    assert r["s", "loss"] == r["kernel", "linear_cross_entropy_backward"] == pytest.approx(6e9 / V5E.peak / 0.7)
 
 
-@pytest.mark.parametrize("causal, window, blocks", [(True, 0, 36), (False, 0, 64), (True, 2048, 8 + 7 + 6), (True, 1025, 8 + 7 + 0)])
-def test_attention_is_counted_in_the_blocks_that_hold_something(causal, window, blocks):
-    """36 of 8 x 8 blocks under the diagonal; a window of 2048 reaches into two blocks before its own, one of 1025 into one."""
+@pytest.mark.parametrize("causal, window, pairs", [(True, 0, 8192 * 8193 // 2), (False, 0, 8192**2), (True, 2048, 8192 * 2048 - 2047 * 2048 // 2)])
+def test_attention_counts_what_its_mask_leaves_at_the_schedules_efficiency(causal, window, pairs):
     def attend(q, k, v):
-        return [torch.ops.tpu.splash_attention(q, k, v, None, causal, window, 0.0, 1.0, [])[0]]
+        return [torch.ops.tpu.splash_attention(q, k, v, None, causal, window, 0.0, 1.0)[0]]
     x = torch.empty(1, 4, 8192, 128, device="meta")
     gm = graph_trainer.capture(attend, x, torch.empty_like(x), torch.empty_like(x)).gm
-    assert plan.name_kernels(gm) == 2 * 2 * 4 * 128 * 1024**2 * blocks
+    assert plan.name_kernels(gm, "tpu7x") == 2 * 2 * 4 * 128 * pairs
+    (node,) = [n for n in gm.graph.nodes if "splash" in str(n.target)]
+    assert f"share={kernels.TABLE['tpu7x']['splash_attention D=128']['forward']['efficiency']} " in node.meta["stack_trace"]
 
 
 def test_hardware_flops_of_plain_matmuls_are_exact_in_loops_too():
     x, ws = torch.empty(32, 64, device="meta"), torch.empty(3, 64, 64, device="meta")
     layer = graph_trainer.capture(lambda x, w: [x @ w], x, ws[0]).gm
-    gm = graph_trainer.capture(lambda x, ws: graph_trainer.loop(layer, [x], [ws], [], False) + [x.T @ x], x, ws).gm
-    assert plan.name_kernels(gm) == 3 * 2 * 32 * 64 * 64 + 2 * 64 * 64 * 32
+    gm = graph_trainer.capture(lambda x, ws: graph_trainer.loop(layer, [x], [ws], [], False, 0) + [x.T @ x], x, ws).gm
+    assert plan.name_kernels(gm, "tpu7x") == 3 * 2 * 32 * 64 * 64 + 2 * 64 * 64 * 32
 
 
 def test_a_step_of_several_programs_is_the_sum_of_its_calls_and_the_largest_memory(monkeypatch):
@@ -219,10 +221,10 @@ def test_a_step_of_several_programs_is_the_sum_of_its_calls_and_the_largest_memo
     build = train.build_programs
 
     class Parts:
-        resident_bytes = 1000
-
         def __init__(self, step):
+            self.graph = step.graph
             (_, piece, _), = step.parts()
+            piece.resident_bytes = 1000
             self.parts = lambda: [("one", piece, 1), ("two", piece, 3)]
 
     monkeypatch.setattr(train, "build_programs", lambda *args: (Parts(build(*args)[0]), None))
