@@ -85,7 +85,7 @@ def test_logits_and_gradients_are_transformers(case, tmp_path):
     assert got.keys() == wanted.keys()
     for name in got:
         # Muse Glimmer's post-norms divide by small numbers, which makes more of rounding.
-        assert largest_relative(got[name], torch.from_numpy(np.array(wanted[name]))) < (2e-4 if family == "muse_glimmer" else 1e-4), name
+        assert largest_relative(got[name], torch.from_numpy(np.array(wanted[name]))) < (2e-4 if model_class.hf_type == "muse_glimmer" else 1e-4), name
 
 
 @pytest.mark.parametrize("shards,scan", [(1, False), (8, True)], ids=["one device", "scan on 8 devices"])
