@@ -418,14 +418,13 @@ class Tier:
     def damage(self, step):
         """-> what is wrong with a checkpoint's files, "" if nothing. Several processes share the reading."""
         folder = self.path(step)
+        paths = sorted(glob.glob(os.path.join(glob.escape(folder), "digests.*")))
         try:
-            names, digests = contents(folder), {}
-            for path in glob.glob(os.path.join(glob.escape(folder), "digests.*")):
-                digests |= read_json(folder, os.path.basename(path))
-            wrong = ", ".join(sorted(set(names) ^ digests.keys()) or [
-                name for name in names[jax.process_index()::jax.process_count()]
-                if digest(os.path.join(folder, name)) != digests[name]])
-        except (OSError, TypeError, ValueError, CheckpointError) as e:
+            listed = lambda paths: {k: v for path in paths for k, v in read_json(folder, os.path.basename(path)).items()}
+            wrong = sorted(set(contents(folder)) ^ listed(paths).keys()) if jax.process_index() == 0 else []
+            mine = listed(paths[jax.process_index()::jax.process_count()])
+            wrong = ", ".join(wrong or [name for name in mine if digest(os.path.join(folder, name)) != mine[name]])
+        except (OSError, AttributeError, TypeError, ValueError, CheckpointError) as e:
             wrong = str(e)
         if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(bool(wrong))).any():
             return wrong or "says another process"

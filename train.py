@@ -498,7 +498,7 @@ def train(args):
     with log.lost("checkpoint"):
         saves.close()
     if saves.stopping:
-        say(f"SIGTERM: saved step {number}, --resume goes on; {log.close()}")
+        say(f"SIGTERM: " + (f"saved step {number}, --resume goes on" if saves.tiers else f"stopped after step {number}") + f"; {log.close()}")
         return 128 + signal.SIGTERM
     loss = validate(state["params"]) if loss is None else loss
     say(log.close())
