@@ -324,6 +324,8 @@ class Checkpoints:
         for tier in self.tiers:
             tier.wait()
             tier.orbax.close()
+            if jax.process_index() == 0:
+                tier.clean()
         if self.tiers and jax.process_count() == 1:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if failed := [tier.failed for tier in self.tiers if tier.failed]:
@@ -370,8 +372,7 @@ class Tier:
         error = None
         try:
             if jax.process_index() == 0:
-                for path in glob.glob(os.path.join(glob.escape(self.folder), "*.unfinished")):  # a kill's
-                    shutil.rmtree(path)
+                self.clean()
                 os.mkdir(unfinished)
                 write_json(unfinished, "run.json", self.run)
         except OSError as e:
@@ -385,6 +386,11 @@ class Tier:
             self.saving = step, self.thread.submit(self.finish, step, unfinished)
         except Exception as e:  # whatever orbax raises, training goes on without this checkpoint
             self.fail(step, e)
+
+    def clean(self):
+        """Removes what a kill or a failed save left; orbax may still have written after it gave up."""
+        for path in glob.glob(os.path.join(glob.escape(self.folder), "*.unfinished")):
+            shutil.rmtree(path, ignore_errors=True)
 
     def finish(self, step, unfinished):
         """In the background: the digests, the name, and away with what is too old."""
