@@ -155,9 +155,9 @@ def newest(folder):
 
 
 def test_a_run_that_is_killed_at_random_moments_equals_the_uninterrupted_one(tmp_path):
-    """KILLS times SIGKILL: within half a second of a new step, or (1 in 5) of the start. By turns a fast folder is written
+    """KILLS times SIGKILL: within 0.3 seconds of a new step, or (1 in 5) of the start. By turns a fast folder is written
     after every step, so that the kill comes during a save, and after every eighth, so that it perhaps does not."""
-    metrics, steps, rng = tmp_path / "m.jsonl", 6 * KILLS, random.Random(KILLS)
+    metrics, steps, rng = tmp_path / "m.jsonl", 120 * KILLS, random.Random(KILLS)  # more than a quiet machine does before the last
     flags = [*SMALL, "--batch", "2", "--steps", str(steps), "--metrics"]
     start(*flags, str(tmp_path / "run.jsonl")).join()
     flags += [str(metrics), "--checkpoint", str(tmp_path / "ckpt"), "--save-every", "5",
@@ -169,7 +169,7 @@ def test_a_run_that_is_killed_at_random_moments_equals_the_uninterrupted_one(tmp
         process = start(*flags, "--local-save-every", "1" if kill % 2 else "8")
         if kill % 5 < 4:
             wait_for_steps(metrics, done + 1, process.is_alive)
-        time.sleep(rng.uniform(0, 0.5 if kill % 5 < 4 else 5))
+        time.sleep(rng.uniform(0, 0.3 if kill % 5 < 4 else 4))
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL, "it ended before it was killed"
@@ -266,7 +266,7 @@ def test_a_full_disk_costs_no_good_checkpoint_and_not_the_training(copy, capsys)
     err = out.stderr
     assert f"checkpoint {folder}/ckpt/00000006 could not be written (File too large" in err
     assert f"the last good one: {folder}/ckpt/00000004" in err
-    assert err.count("\n") == 2  # the warning, and the error at the end
+    assert "Traceback" not in err and err.count("warning: checkpoint") == err.count("train.py: error:") == 1
     assert losses(folder / "m.jsonl") == losses(folder / "run.jsonl")
     assert sorted(os.listdir(folder / "ckpt")) == ["00000002", "00000004"]
     assert resume(folder) is None
