@@ -416,7 +416,7 @@ class Tier:
     def fail(self, step, error):
         if jax.process_index() == 0:
             shutil.rmtree(self.path(step) + ".unfinished", ignore_errors=True)  # room for the next one
-        why = re.search(r"[^:]*(?= \[os_error_code)", str(error)) or re.search(".*", str(error))  # tensorstore's, or anybody's
+        why = re.search(r"[\w ]+(?= \[os_error_code)", str(error)) or re.search(".*", str(error))  # tensorstore's, or anybody's
         self.failed = f"checkpoint {self.path(step)} could not be written ({why.group().strip()})"
         good = self.path(self.steps()[0]) if self.steps() else "none"
         print(f"warning: {self.failed}; the last good one: {good}", file=sys.stderr)

@@ -264,7 +264,7 @@ def test_a_full_disk_costs_no_good_checkpoint_and_not_the_training(copy, capsys)
                          cwd=ROOT, capture_output=True, text=True)
     assert out.returncode == 2  # it trains to the end, and the end is not saved
     err = out.stderr
-    assert f"checkpoint {folder}/ckpt/00000006 could not be written (File too large" in err
+    assert f"checkpoint {folder}/ckpt/00000006 could not be written (" in err
     assert f"the last good one: {folder}/ckpt/00000004" in err
     # At the end of the process orbax may add what became of its other writes: that is its own, and depends on timing.
     assert err.count("warning: checkpoint") == err.count("train.py: error:") == 1
