@@ -464,7 +464,8 @@ def make_mesh(replicas=1, shards=1, devices=None):
             raise ValueError(f"{len(slices)} slices cannot be {replicas} replicas")
         rows = [mesh_utils.create_device_mesh((len(ds),), ds, allow_split_physical_axes=True) for _, ds in sorted(slices.items())]
     except (AssertionError, NotImplementedError, ValueError) as e:
-        raise LoweringError(f"{replicas} replicas of {shards} devices cannot be laid over these {replicas * shards}: {e or 'no whole torus'}") from e
+        raise LoweringError(f"{replicas} replicas of {shards} devices cannot be laid over these {replicas * shards}: "
+                            f"{e or 'no whole torus'}") from e
     return Mesh(np.concatenate(rows).reshape(replicas, shards), ("replicas", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -505,8 +506,8 @@ class Program:
         self.graph, self.mesh = graph, mesh
         inputs, outputs = graph.gm.graph.find_nodes(op="placeholder"), graph.gm.graph.output_node().args[0]
         stages = stages or [Stage(graph.gm, inputs, outputs)]
-        self.inputs, self.outputs, self.specs = inputs, outputs, tree_flatten(in_specs)[0]
-        spec_of = dict(zip(inputs, self.specs)) | dict(zip(outputs, tree_flatten(out_specs)[0]))
+        self.inputs, self.outputs = inputs, outputs
+        spec_of = dict(zip(inputs, tree_flatten(in_specs)[0])) | dict(zip(outputs, tree_flatten(out_specs)[0]))
         state = set(inputs[:len(tree_flatten(in_specs[:donate])[0])])
         last = {node: i for i, stage in enumerate(stages) for node in stage.inputs}
         self.stages, self.pieces, held = [], {}, set(inputs)  # equal stages share one Piece

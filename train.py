@@ -193,8 +193,8 @@ def parse_args(argv):
         raise UsageError(f"--target-loss {args.target_loss} needs --validate-every N")
     if args.mode != "graph":
         for flag in ("scan", "split", "remat", "offload", "grad_accum", "fsdp", "replicas", "devices", "coordinator", "num_processes",
-                     "process_id", "topology", "per_device_batch", "checkpoint", "local_checkpoint", "kernels", "splash", "fused_ce", "paired_gmm", "libtpu_init_flags", "profile",
-                     "print_graph", "print_sharding", *(name for name in vars(args) if "_block_" in name)):
+                     "process_id", "topology", "per_device_batch", "checkpoint", "local_checkpoint", "kernels", "splash", "fused_ce",
+                     "paired_gmm", "libtpu_init_flags", "profile", "print_graph", "print_sharding", *(name for name in vars(args) if "_block_" in name)):
             if getattr(args, flag) != p.get_default(flag):
                 raise UsageError(f"--{flag.replace('_', '-')} needs --mode graph (got --mode {args.mode})")
     if args.eager_strict and args.mode != "eager" or args.device and args.mode == "graph":
@@ -224,8 +224,12 @@ def choose_devices(args):
             raise UsageError(f"--process-id {args.process_id} must be 0 to {args.num_processes - 1} (--num-processes)")
         jax.distributed.initialize(*processes)
     elif lowering.ON_TPU_HOST and not args.devices:
-        with contextlib.suppress(ValueError):  # of a machine that is no cluster JAX knows: this process is alone
+        try:
             jax.distributed.initialize()  # one process a host: finds the others by itself
+        except ValueError as e:  # no cluster that JAX knows: with a TPU its other hosts would each train alone
+            if jax.devices()[0].platform == "tpu":
+                raise UsageError("JAX does not find this TPU's other hosts by itself: give --coordinator HOST:PORT --num-processes N "
+                                 f"--process-id I (of a single host, localhost:1234 1 0). It says: {e}") from e
     devices = jax.devices()
     shards = max(len(devices) // args.replicas, 1) if args.fsdp == 0 else args.fsdp or 1
     n = shards * args.replicas
@@ -338,8 +342,7 @@ def build_programs(args, model, opt, device_mesh, mesh):
 def check_host_memory(step, args):
     """Refuses activations that this process's host cannot hold beside what it holds already."""
     needed = graph_trainer.host_bytes(step.graph.gm) * len(step.mesh.local_devices)
-    available = available_memory()
-    if needed > available:
+    if needed and needed > (available := available_memory()):
         raise UsageError(f"--{'offload' if args.offload else 'split'} needs {needed / 1e9:,.1f} GB of this host's memory for its "
                          f"{len(step.mesh.local_devices)} devices, and {available / 1e9:,.1f} GB are free: lower --batch (got {args.batch}) or --seq")
 
@@ -498,12 +501,13 @@ def train(args):
     with log.lost("checkpoint"):
         saves.close()
     if saves.stopping:
-        say(f"SIGTERM: " + (f"saved step {number}, --resume goes on" if saves.tiers else f"stopped after step {number}") + f"; {log.close()}")
+        done = f"saved step {number}, --resume goes on" if saves.tiers else f"stopped after step {number}"
+        say(f"SIGTERM: {done}; {log.close()}")
         return 128 + signal.SIGTERM
     loss = validate(state["params"]) if loss is None else loss
     say(log.close())
     say((f"median {statistics.median(rates):,.0f} tokens/s; " if rates else "") + f"validation loss {loss:.4f} "
-        + (f"mean squared error of the velocity" if args.model == "flux" else
+        + ("mean squared error of the velocity" if args.model == "flux" else
            f"nats a token (token frequencies alone: {dataset.unigram_loss():.4f})"))
     if args.save_hf:
         if args.mode != "graph":

@@ -251,6 +251,11 @@ def test_what_cannot_be_combined_is_one_line(flags, message, capsys):
     assert message in error and "\n" not in error
 
 
+def test_micro_batches_hold_their_activations_in_host_memory_one_after_the_other():
+    whole, parts = (graph_trainer.host_bytes(build("--scan", "--offload", "--grad-accum", n)[1].graph.gm) for n in ("1", "4"))
+    assert whole == 4 * parts > 0
+
+
 def test_a_host_with_too_little_memory_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(train, "available_memory", lambda: 10**6)
     for flags in (["--scan", "--offload"], ["--split", "2"]):

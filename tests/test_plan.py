@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import graph_trainer
 import hlo
 import kernels
+import lowering
 import plan
 import recipes
 import train
@@ -178,6 +179,20 @@ def test_recipes_are_flags_that_the_parser_takes_and_later_ones_override():
         assert command == "batch" and args.seq == 4096 and args.scan and args.topology == recipes.RECIPES[name].topology
     with pytest.raises(UsageError):
         plan.parse(["--recipe", "llama3_8b", "--no-such-flag"])
+
+
+@pytest.mark.parametrize("name, slices, replicas", [("v6e:4x4", 1, 2), ("v6e:4x4", 1, 8), ("v6e:4x4", 2, 2), ("tpu7x:2x2x1", 2, 4)])
+def test_training_and_planning_lay_replicas_over_whole_slices(name, slices, replicas):
+    devices = plan.topology_devices(name, slices)
+    mesh = lowering.make_mesh(replicas, len(devices) // replicas, devices)
+    assert mesh.shape == {"replicas": replicas, "fsdp": len(devices) // replicas} and len(set(mesh.devices.flat)) == len(devices)
+    assert all(len({getattr(d, "slice_index", 0) for d in row}) == 1 for row in mesh.devices)
+
+
+def test_shards_never_cross_slices():
+    devices = plan.topology_devices("v6e:2x2", 2)
+    with pytest.raises(lowering.LoweringError, match="2 slices cannot be 1 replicas"):
+        lowering.make_mesh(1, len(devices), devices)
 
 
 def test_compiler_options_are_names_and_values():

@@ -305,7 +305,18 @@ def test_nothing_is_resumed_or_mixed_without_being_asked(copy, capsys):
     assert "--local-checkpoint" in capsys.readouterr().err
     assert train.main([*SMALL, "--resume"]) == 2
     assert "--resume needs --checkpoint DIR" in capsys.readouterr().err
+    assert train.main([*resuming(folder), "--profile", "5:6"]) == 2
+    assert "START must be 7 or later" in capsys.readouterr().err
     assert snapshot(folder) == before
+
+
+def test_a_file_that_holds_no_metrics_is_not_cut(copy, capsys):
+    folder = copy()
+    for text in ("my notes", "my notes\nmore\n", '{"other": 1}\n'):
+        (folder / "m.jsonl").write_text(text)
+        assert resume(folder) == 2
+        assert "is no file of metrics" in capsys.readouterr().err
+        assert (folder / "m.jsonl").read_text() == text
 
 
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
