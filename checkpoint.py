@@ -15,6 +15,7 @@ Notable features:
 """
 
 import dataclasses
+import functools
 import glob
 import itertools
 import json
@@ -105,24 +106,24 @@ def open_hf(folder):
 def pieces(model, name, shape):
     """The tensors in Hugging Face's files that make up a parameter.
 
-    -> {index along the parameter's leading dimensions: tensor's name}, their common shape, whether each is the
-    transpose of its part. Leading dimensions are scan's layers and what {} in hf_name counts (experts).
+    -> {(layer's number with scan, number of the run of rows): tensor's name}, the shape of such a run, whether its tensor is
+    its transpose. One run is all rows, but where hf_name has a {}: there each expert's.
     """
-    names = {}
-    for layer in range(shape[0]) if ".stack." in name else [None]:
-        lead = () if layer is None else (layer,)
+    names, layers = {}, range(shape[0]) if ".stack." in name else [None]
+    rows, *rest = shape[".stack." in name:]
+    for layer in layers:
         template, transposed = model.hf_name(name.replace(".stack.", f".{layer}."))
-        counts = range(shape[len(lead)]) if "{}" in template else [None]
-        names |= {lead + (() if i is None else (i,)): template.format(i) for i in counts}
-    shape = tuple(shape[len(next(iter(names))):])
-    return names, shape[::-1] if transposed else shape, transposed
+        runs = model.config.n_experts if "{}" in template else 1
+        names |= {(() if layer is None else (layer,)) + (i,): template.format(i) for i in range(runs)}
+    return names, (rows // runs, *rest), transposed
 
 
 def check(folder, model, tensors):
     """Holds the files' headers against the model. Raises CheckpointError that lists all that differs."""
     wrong, expected = [], set()
     for param, p in model.named_parameters():
-        names, shape, _ = pieces(model, param, tuple(p.shape))
+        names, shape, transposed = pieces(model, param, tuple(p.shape))
+        shape = shape[::-1] if transposed else shape
         for name in names.values():
             expected.add(name)
             if name not in tensors:
@@ -146,17 +147,18 @@ def load_hf(folder, model, mesh, dtype=jnp.float32):
     check(folder, model, tensors)
 
     def load(name, p):
-        names, _, transposed = pieces(model, name, tuple(p.shape))
-        n_lead = len(next(iter(names)))
+        names, (rows, *_), transposed = pieces(model, name, tuple(p.shape))
 
         def read(index):  # slices of the parameter, one a dimension -> that part of it
             ranges = [range(n)[s] for n, s in zip(p.shape, index)]
             out = np.empty([len(r) for r in ranges], dtype)
-            inner = tuple(slice(r.start, r.stop) for r in ranges[n_lead:])
-            for lead in itertools.product(*ranges[:n_lead]):
-                tensor = names[lead]
-                part = tensors[tensor].get_slice(tensor)[inner[::-1] if transposed else inner].float().numpy()
-                out[tuple(i - r.start for i, r in zip(lead, ranges))] = part.T if transposed else part
+            *layers, own, inner = *ranges[:".stack." in name], ranges[".stack." in name], ranges[1 + (".stack." in name):]
+            for *layer, run in itertools.product(*layers, range(own.start // rows, (own.stop - 1) // rows + 1)):
+                start, stop = max(own.start, run * rows), min(own.stop, (run + 1) * rows)
+                part = (slice(start - run * rows, stop - run * rows), *(slice(r.start, r.stop) for r in inner))
+                tensor = names[*layer, run]
+                x = tensors[tensor].get_slice(tensor)[part[::-1] if transposed else part].float().numpy()
+                out[*(i - r.start for i, r in zip(layer, layers)), start - own.start:stop - own.start] = x.T if transposed else x
             return out
 
         return jax.make_array_from_callback(tuple(p.shape), NamedSharding(mesh, partition_spec(p)), read)
@@ -175,8 +177,8 @@ def save_hf(folder, model, params, dtype="F32", eos=None, tokenizer=None, shard_
     """
     if os.path.exists(folder):
         raise CheckpointError(f"{folder} exists: name another folder")
-    plan = [(tensor, name, lead, shape, transposed) for name, p in model.named_parameters()
-            for names, shape, transposed in [pieces(model, name, tuple(p.shape))] for lead, tensor in names.items()]
+    plan = [(tensor, name, at, shape, transposed) for name, p in model.named_parameters()
+            for names, shape, transposed in [pieces(model, name, tuple(p.shape))] for at, tensor in names.items()]
     stem = getattr(model, "hf_file", "model")
     files, room = [], 0
     for entry in plan:
@@ -218,10 +220,10 @@ def write_json(folder, name, value):
         json.dump(value, f, indent=1)
 
 
-@jax.jit
-def part(x, lead):
-    """x[lead], with x's sharding behind it."""
-    return x[lead]
+@functools.partial(jax.jit, static_argnames="rows")
+def part(x, at, rows):
+    """Of x, or of its layer at[0], the run at[-1] of so many rows."""
+    return jax.lax.dynamic_slice_in_dim(x[at[:-1]], at[-1] * rows, rows)
 
 
 def to_host(x):
@@ -236,16 +238,16 @@ def write_safetensors(path, entries, params, dtype):
     safetensors library writes only from whole dictionaries.
     """
     header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for tensor, _, _, shape, _ in entries:
+    for tensor, _, _, shape, transposed in entries:
         end = offset + int(np.prod(shape)) * DTYPES[dtype].itemsize
-        header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        header[tensor] = {"dtype": dtype, "shape": shape[::-1] if transposed else shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path or os.devnull, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
-        for _, name, lead, _, transposed in entries:
-            x = to_host(part(params[name], lead)).astype(DTYPES[dtype])
+        for _, name, at, (rows, *_), transposed in entries:
+            x = to_host(part(params[name], at, rows)).astype(DTYPES[dtype])
             f.write(np.ascontiguousarray(x.T if transposed else x).tobytes())
 
 

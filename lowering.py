@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from jax import lax
 from jax.experimental import mesh_utils
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -73,6 +74,11 @@ def _reduce(f):
 
 def _reshape(x, shape):
     return x.reshape(shape)
+
+
+def _transpose(x, a, b):
+    # A matmul that writes its heads apart, 128 columns at a time, fills half of a 256-wide matrix unit: no such fusion.
+    return jnp.swapaxes(lax.optimization_barrier(x) if x.ndim == 4 else x, a, b)
 
 
 def _fill(shape, value, dtype):
@@ -262,7 +268,7 @@ TABLE = {
     "aten._unsafe_view.default": _reshape,
     "aten.reshape.default": _reshape,
     "aten.t.default": jnp.transpose,
-    "aten.transpose.int": jnp.swapaxes,
+    "aten.transpose.int": _transpose,
     "aten.permute.default": jnp.transpose,
     "aten.expand.default": lambda x, shape: jnp.broadcast_to(
         x, [n if n != -1 else x.shape[i - len(shape) + x.ndim] for i, n in enumerate(shape)]),
@@ -356,6 +362,8 @@ def collectives(axis_of_group):
     reductions = {"sum": lax.psum, "avg": lax.pmean, "max": lax.pmax}
 
     def reduce_scatter(x, op, size, group):
+        # Shards row by row from the start: the TPU compiler would turn a gradient around in fp32, a second buffer of its size.
+        x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
         y = lax.psum_scatter(x, axis_of_group[group], tiled=True)
         return {"sum": y, "avg": y / size}[op]
 

@@ -121,17 +121,19 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts' weights, (in, out) each: the grouped matmul reads them as x @ w."""
+    """All experts' weights, (in, out) each: the grouped matmul reads them as x @ w. They lie one below the other, (E * in, out),
+    so that FSDP can cut them into more shards than there are experts, or rows of one, and gather them without a copy."""
 
     def __init__(self, c):
         super().__init__()
-        self.gate_proj = nn.Parameter(torch.empty(c.n_experts, c.dim, c.ffn))
-        self.up_proj = nn.Parameter(torch.empty(c.n_experts, c.dim, c.ffn))
-        self.down_proj = nn.Parameter(torch.empty(c.n_experts, c.ffn, c.dim))
+        self.n_experts = c.n_experts
+        self.gate_proj = nn.Parameter(torch.empty(c.n_experts * c.dim, c.ffn))
+        self.up_proj = nn.Parameter(torch.empty(c.n_experts * c.dim, c.ffn))
+        self.down_proj = nn.Parameter(torch.empty(c.n_experts * c.ffn, c.dim))
 
     def forward(self, x, group_sizes):  # x: (tokens sorted by expert, D); group_sizes: (E,)
-        h = paired_grouped_matmul(x, self.gate_proj, self.up_proj, group_sizes)
-        return grouped_matmul(h, self.down_proj, group_sizes)
+        gate, up, down = (w.unflatten(0, (self.n_experts, -1)) for w in (self.gate_proj, self.up_proj, self.down_proj))
+        return grouped_matmul(paired_grouped_matmul(x, gate, up, group_sizes), down, group_sizes)
 
 
 class MoE(nn.Module):
@@ -253,7 +255,7 @@ class Qwen3MoE(nn.Module):
     @staticmethod
     def hf_name(name):
         """Parameter `name` in Hugging Face's files: (its name there, whether its matrix is stored transposed).
-        A {} in the name counts along the parameter's first dimension: every expert is a tensor of its own."""
+        A {} in the name counts config.n_experts equal parts of the parameter's rows: every expert is a tensor of its own."""
         if ".experts." in name:
             return f"model.{name}.weight".replace(".experts.", ".experts.{}."), True
         return name if name == "lm_head.weight" else f"model.{name}", False

@@ -12,7 +12,7 @@ Notable features:
 """
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class Recipe:
     seq: int
     slices: int = 1
     args: tuple = ("--scan",)  # more flags of train.py
-    flags: dict = field(default_factory=dict)  # of the compiler
     published: tuple | None = None  # (MFU, where): the yardstick
 
 
@@ -45,16 +44,29 @@ SPARSECORE = {
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
 
+# tpu7x, found by compiling llama3_405b (RESULTS.md).
+IRONWOOD = {
+    # Of 64 MiB VMEM a fusion may use 60 instead of 16: a matmul with its neighbours' arithmetic in it 44 to 82 % -> 81 to 93 %
+    # of the MXU's peak. Compiling takes twice as long. Can change rounding: other blocks, another order of a sum.
+    "xla_tpu_scoped_vmem_limit_kib": "61440",
+    # On a full torus an all-gather stays one. Otherwise: an all-reduce of zeros and the shard, twice the bytes and the memory. Free.
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    # Reduce-scatters of more than 1 GiB on 2,048 devices stay such. Otherwise: an all-reduce, then a slice. Can change rounding.
+    "xla_tpu_check_legacy_constraints_in_reduce_scatter_legalizer": "false",
+}
+
 # Gradients' reductions over slices (DCN) wait for nothing but their own data and run beside the backward pass. Free.
 OVERLAP_DCN = {
     "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
     "xla_tpu_data_parallel_opt_different_sized_ops": "true",
 }
 
+FLAGS = {"v6e": SPARSECORE, "tpu7x": IRONWOOD}  # by generation
+
 TITAN = "TorchTitan TPU"
 
 RECIPES = {
-    "llama3_8b": Recipe("llama3", "8b", "v6e:4x4", 1, 8192, flags=SPARSECORE),
+    "llama3_8b": Recipe("llama3", "8b", "v6e:4x4", 1, 8192),
     "llama3_70b": Recipe("llama3", "70b", "tpu7x:4x4x4", 1, 8192),
     "llama3_405b": Recipe("llama3", "405b", "tpu7x:8x8x16", 1, 8192, published=(0.57, f"tpu7x, {TITAN}")),
     "qwen3_8b": Recipe("qwen3", "8b", "tpu7x:2x2x2", 1, 8192, published=(0.515, f"tpu7x, {TITAN}")),
@@ -70,7 +82,8 @@ RECIPES = {
 def flags_of(name):
     """A recipe's compiler flags as one string, "--a=1 --b=2"."""
     r = RECIPES[name]
-    return " ".join(f"--{k}={v}" for k, v in (r.flags | (OVERLAP_DCN if r.slices > 1 else {})).items())
+    flags = FLAGS[r.topology.split(":")[0]] | (OVERLAP_DCN if r.slices > 1 else {})
+    return " ".join(f"--{k}={v}" for k, v in flags.items())
 
 
 def argv_of(name):

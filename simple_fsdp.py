@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 
 def shard_dim(shape, n):
-    """The first dimension that n divides, or None: the parameter stays replicated.
+    """The dimension to cut: the first with shards of whole tiles (8 rows), or else the first that n divides, or None: replicated.
 
-    Only even shards, because every device must run the same program. The first, because collectives put shards below each other.
+    Only even shards, because every device must run the same program. Whole tiles, because of others the TPU compiler makes an
+    all-reduce of the whole gradient instead of a reduce-scatter. The first, because collectives put shards below each other.
     """
-    return next((d for d, size in enumerate(shape) if size % n == 0), None)
+    return next((d for multiple in (8 * n, n) for d, size in enumerate(shape) if size % multiple == 0), None)
 
 
 def fully_shard(module, mesh, **precision):

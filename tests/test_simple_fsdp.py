@@ -70,11 +70,12 @@ def test_each_device_holds_its_share_of_weights_and_moments_and_the_same_weights
         np.testing.assert_array_equal(np.asarray(state["params"][name]), np.asarray(p), err_msg=name)
 
 
-def test_a_parameter_that_no_dimension_divides_stays_whole():
+def test_a_parameter_is_cut_into_whole_tiles_or_evenly_or_not_at_all():
     assert simple_fsdp.shard_dim((6, 10), 4) is None
-    assert simple_fsdp.shard_dim((8, 32, 16), 4) == 0
+    assert simple_fsdp.shard_dim((8, 16, 20), 4) == 0
+    assert simple_fsdp.shard_dim((8, 32, 64), 4) == 1
     assert simple_fsdp.shard_dim((6, 10, 32), 4) == 2
-    assert simple_fsdp.shard_dim((16, 16), 4) == 0
+    assert simple_fsdp.shard_dim((32, 32), 4) == 0
 
 
 def test_with_scan_one_gathered_layer_is_live_not_all():
