@@ -161,8 +161,11 @@ def report(args):
     if getattr(config, "vocab", 0) is None:
         config = replace(config, vocab=512)  # debug sizes take the data's: bytes, rounded up
     with train.phase("tracing"):
-        mesh = lowering.make_mesh(args.slices, n // args.slices, devices)
-        device_mesh = simple_fsdp.capture_mesh(n // args.slices, args.slices) if n > 1 else None
+        replicas = args.slices * args.replicas  # --replicas: of each slice
+        if n % replicas:
+            raise UsageError(f"--replicas {args.replicas} does not divide the {n // args.slices} devices of a {args.topology}")
+        mesh = lowering.make_mesh(replicas, n // replicas, devices)
+        device_mesh = simple_fsdp.capture_mesh(n // replicas, replicas) if n > 1 else None
         model = train.build_model(args, config, device_mesh)
         step, _ = train.build_programs(args, model, graph_trainer.AdamW(), device_mesh, mesh)
         parts = step.parts()
@@ -359,7 +362,7 @@ def parse(argv):
         raise UsageError(f"{command} {wrong[0]}: scaling knows {', '.join(map(str, SCALES))} chips")
     if args.batch != train.parse_args(["--model", args.model]).batch:
         raise UsageError(f"--batch {args.batch}: plan.py plans rows a device, say --per-device-batch")
-    for flag in ("fsdp", "replicas", "devices", "checkpoint", "local_checkpoint", "metrics", "tensorboard", "profile", "save_hf"):
+    for flag in ("fsdp", "devices", "checkpoint", "local_checkpoint", "metrics", "tensorboard", "profile", "save_hf"):
         if args.topology and getattr(args, flag) not in (None, 1):
             raise UsageError(f"--{flag.replace('_', '-')} trains, and --topology {args.topology} only compiles: leave one out")
     if args.per_device_batch % args.grad_accum:
