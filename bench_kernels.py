@@ -53,14 +53,14 @@ OURS = {
 
 
 def read_dump(folder, kernel):
-    """A kernel's machine code (its name, or a pattern): [(bundles, slots filled)] of the grid step's conditional parts, in order,
-    the same of the rest of the step, and the slots a bundle has."""
+    """A kernel's machine code (its name, or a pattern) -> the MXU slots of a bundle, and [(bundles, MXU slots filled, spills)]:
+    of what every step of the grid runs, then of its conditional parts in order."""
     listing, = (f for f in glob.glob(f"{folder}/*-{kernel}.*-final_bundles.txt") if "schedule-analysis" not in f)
     stem = re.match(r"(.*/\d+-.*?)-\d+-final_bundles", listing).group(1)
     table, = glob.glob(f"{glob.escape(stem)}-*-final_hlo-static-per-bundle-utilization.txt")
     rows = [line.split() for line in open(table)]
     capacity, *used = [[int(c) for c in r] for r in rows if len(r) == len(SLOTS) and all(c.isdigit() for c in r)]
-    used, branches, labels = np.array(used), [], {}
+    branches, labels = [], {}
     for line in open(listing):
         if not (m := re.match(r"\s*(0x[0-9a-f]+|0)\s*\w*\s*:", line)):
             continue
@@ -71,16 +71,13 @@ def read_dump(folder, kernel):
     spans = {(a, labels[t]) for a, t in branches if labels.get(t, 0) >= a + 64}  # shorter ones count as always run
     spans -= {s for s in spans if any(o != s and o[1] == s[1] and o[0] <= s[0] < o[0] + 64 for o in spans)}
     start, end = max(spans, key=lambda s: s[1] - s[0])  # the body of the grid's loop
-    regions = sorted((s for s in spans if start <= s[0] and s[1] <= end), key=lambda s: (s[0], -s[1]))
-    parts = []
-    for a, b in regions:  # without what lies in a region within it
-        own = np.zeros(len(used), bool)
-        own[a:b] = True
-        for c, d in regions:
-            if (c, d) != (a, b) and a <= c and d <= b:
-                own[c:d] = False
-        parts.append((int(own.sum()), dict(zip(SLOTS, used[own].sum(0).tolist()))))
-    return parts[1:], parts[0], dict(zip(SLOTS, capacity))
+    spans = sorted((s for s in spans if start <= s[0] and s[1] <= end), key=lambda s: (s[0], -s[1]))
+    innermost = np.full(len(used), -1)
+    for i, (a, b) in enumerate(spans):  # those within it come later and take their bundles
+        innermost[a:b] = i
+    used = np.array(used)[:, [SLOTS.index("mxu"), SLOTS.index("spill")]]
+    return capacity[SLOTS.index("mxu")], [(int((innermost == i).sum()), *used[innermost == i].sum(0).tolist())
+                                          for i in range(len(spans))]
 
 
 def shape(*dims, dtype=jnp.bfloat16):
@@ -122,34 +119,37 @@ def jax_program(kernel, s, blocks):
 
 
 def work(kernel, s, blocks, ours, chip):
-    """-> the problem's useful flops (as kernels.tuned counts; half of an op's for each of two backward kernels), matrix units'
-    cycles for one block, grid steps, how often each part with matmuls runs, and at how many ends of a row of blocks others do."""
-    (a, b), backward, twice = blocks[:2], kernel.endswith("backward"), 1 + (kernel[-2:] in ("dx", "dw"))
+    """-> the problem's useful flops (as kernels.tuned counts; half of an op's for each of two backward kernels), grid steps, for
+    each part with matmuls how often it runs and the matrix units' cycles, and at how many ends of a row of blocks others run."""
+    (a, b), peak, backward, twice = blocks[:2], MXU_FLOPS[chip], kernel.endswith("backward"), 1 + (kernel[-2:] in ("dx", "dw"))
     if kernel.startswith("splash"):
         T, H, D = s.values()
         flags = kernels.splash_steps(1, T, True, 0, a, b, range(T), None)[2]
         runs = [H * int((flags & flag > 0).sum()) for flag in (kernels.FULL, kernels.PARTIAL)]
-        matmuls, wide = 10 if backward else 4, -(-D // MXU_WIDTH[chip]) * MXU_WIDTH[chip]
-        steps, runs, ends = ((H * len(flags), runs, H * T // a) if ours else  # JAX's empty blocks are steps too
-                             (H * (T // a) * (T // b), [sum(runs)], T // b if backward else H * (T // a)))
-        return matmuls * H * D * T * (T + 1) // 2, matmuls * a * b * wide / MXU_FLOPS[chip], steps, runs, ends
+        matmuls, wide, rows = 10 if backward else 4, -(-D // MXU_WIDTH[chip]) * MXU_WIDTH[chip], H * T // a
+        steps, runs, ends = ((H * len(flags), runs, rows) if ours else  # JAX's empty blocks are steps too
+                             (rows * (T // b), [sum(runs)], T // b if backward else rows))
+        return matmuls * H * D * T * (T + 1) // 2, steps, [(n, matmuls * a * b * wide / peak) for n in runs], ends
     if kernel.startswith("linear"):
         grid = -(-s["N"] // a), -(-s["V"] // b)
-        return ((1 + twice) * s["N"] * s["D"] * s["V"], 2 * twice * a * b * s["D"] / MXU_FLOPS[chip], grid[0] * grid[1], [],
-                grid[kernel.endswith("dw")])
-    rng = np.random.default_rng(0)
+        steps, flops = grid[0] * grid[1], 2 * a * b * s["D"] * twice
+        return (1 + twice) * s["N"] * s["D"] * s["V"], steps, [(steps, flops / peak)], grid[kernel.endswith("dw")]
+    pair, rng = 1 + kernel.startswith("paired"), np.random.default_rng(0)
     sizes = rng.multinomial(s["N"], rng.dirichlet(np.full(s["E"], 20.0)))  # as a router's: uneven
-    last, flops = np.cumsum(sizes), (4 if kernel.startswith("paired") else 2)
-    visits, groups = int((-(-last // a) - (last - sizes) // a)[sizes > 0].sum()), int((sizes > 0).sum())
+    n_visits, (_, _, begin, end) = kernels.visits(jnp.array(sizes), s["N"], a, every_group=kernel.endswith("dw"))
+    n_visits, mxu, ends = int(n_visits), 2 * pair * a * b * blocks[-1] / peak, 0
     width, depth = (s["D"], s["F"]) if kernel.endswith("dx") else (s["F"], s["D"])
     if kernel.endswith("dw"):
-        n, deep = -(-s["D"] // b) * -(-s["F"] // blocks[-1]), b
-        runs = [n * groups, n * (visits - groups)] if ours else [n * visits]  # a group's first visit sets the sum
+        cuts = -(-s["D"] // b) * -(-s["F"] // blocks[-1])
+        first, ends = s["E"], cuts * s["E"]  # a group's first visit sets its sum, the others add to it
+        runs = [(first, mxu), (n_visits - first, mxu)] if ours else [(n_visits, mxu)]
+    elif ours:
+        cuts, mxu = -(-width // b), 2 * pair * a * b * depth / peak
+        halves = int(np.isin(kernels.parts_of(begin, end, a), (kernels.LOWER, kernels.UPPER))[:n_visits].sum())
+        runs = [(n_visits - halves, mxu), (halves, mxu / 2)]
     else:
-        n, deep = -(-width // blocks[-1]) * (1 if ours else -(-depth // b)), depth if ours else b
-        runs = [n * visits]
-    return (flops * s["N"] * s["D"] * s["F"], flops * a * deep * blocks[-1] / MXU_FLOPS[chip], n * visits, runs,
-            n * groups if kernel.endswith("dw") else 0)
+        cuts, runs = -(-width // blocks[-1]) * -(-depth // b), [(n_visits, mxu)]
+    return 2 * pair * s["N"] * s["D"] * s["F"], cuts * n_visits, [(cuts * n, mxu) for n, mxu in runs], ends
 
 
 def measure(fn, args, names, sizes, topology, ours):
@@ -162,23 +162,21 @@ def measure(fn, args, names, sizes, topology, ours):
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     jax.jit(fn).lower(*args).compile()
     for kernel, (name, blocks) in names.items():
-        parts, rest, capacity = read_dump(FOLDER.name, name)
-        flops, mxu, steps, runs, n_ends = work(kernel, sizes, blocks, ours, chip)
-        bundles, slots = next(((b, s) for b, s in parts if s["mxu"]), rest)  # the first: without a mask
-        matmuls = [b for b, s in parts if s["mxu"]]
-        ends = sorted(b for b, s in parts if not s["mxu"] and b >= 64)
-        every = rest[0] + sum(b for b, s in parts if not s["mxu"] and b < 64)
-        once = 0
-        if ours and kernel == "splash_attention_backward":  # the gradients of a head's keys: cleared, written
-            ends, once = ends[:-2], sum(ends[-2:])
-        scheduled, cycles = (int(
-            steps * (every if matmuls else max(every, least)) + n_ends * sum(ends) + once
-            + sum(n * max(b, least) for n, b in zip(runs, matmuls[-len(runs):]))) for least in (0, mxu))
+        slots, parts = read_dump(FOLDER.name, name)
+        flops, steps, runs, n_ends = work(kernel, sizes, blocks, ours, chip)
+        matmuls = [part for part in parts if part[1]]
+        assert len(matmuls) == len(runs), f"{kernel} {blocks}: parts with matmuls {matmuls}, want {len(runs)}"
+        ends = sorted(n for n, mxu, _ in parts[1:] if not mxu and n >= 64)
+        others = steps * (sum(n for n, mxu, _ in parts if not mxu) - sum(ends))
+        n_once = 2 * (ours and kernel == "splash_attention_backward")  # the gradients of a head's keys: cleared, written
+        others += n_ends * sum(ends[:len(ends) - n_once]) + sum(ends[len(ends) - n_once:])
+        scheduled = others + sum(n * bundles for (n, _), (bundles, *_) in zip(runs, matmuls))
+        cycles = others + int(sum(n * max(bundles, mxu) for (n, mxu), (bundles, *_) in zip(runs, matmuls)))
+        bundles, filled, spills = matmuls[0]  # without a mask, of a whole tile
         results[kernel] = {
             "kernel": kernel, "who": "ours" if ours else "jax", "blocks": list(blocks), "scheduled": scheduled, "cycles": cycles,
-            "flops": int(flops), "bundles_per_block": bundles, "bundles_per_mflop": scheduled / flops * 1e6,
-            "spills": slots["spill"],
-            "mxu_slots": slots["mxu"] / (capacity["mxu"] * bundles), "efficiency": flops / cycles / MXU_FLOPS[chip]}
+            "flops": int(flops), "bundles_per_block": bundles, "bundles_per_mflop": scheduled / flops * 1e6, "spills": spills,
+            "mxu_slots": filled / (slots * bundles), "efficiency": flops / cycles / MXU_FLOPS[chip]}
     return results
 
 

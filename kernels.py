@@ -132,7 +132,7 @@ def fit_blocks(cls, given, op, shapes, chip, allowed, vmem):
             sizes = allowed(blocks)[i]  # parts of a block depend on the block
             fitting = next((s for s in sizes if s <= size), None)
             if fitting is None or given and fitting != min(size, sizes[0]):
-                raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {lanes(chip)} (rows: 16) that "
+                raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {lanes(chip)} (rows: 32) that "
                                   f"divides its axis, one of {', '.join(map(str, sizes[:6]))}")
             blocks = replace(blocks, **{field: fitting})
         over = [(kernel, *use) for kernel, use in vmem(blocks).items() if use[0] > vmem_bytes(chip)]
@@ -150,7 +150,8 @@ def fit_blocks(cls, given, op, shapes, chip, allowed, vmem):
 
 def call(kernel, name, grid, sequential, scalars, inputs, outputs, scratch, chip):
     """pl.pallas_call as all kernels here use it. The last `sequential` axes of the grid run in order. scalars: known before the
-    blocks, whose index maps read them. inputs: (array, BlockSpec), outputs: (shape, dtype, BlockSpec), scratch: fp32 shapes."""
+    blocks, whose index maps read them. inputs: (array, BlockSpec), outputs: (shape, dtype, BlockSpec), scratch: fp32 shapes.
+    No checks of the blocks' addresses: index maps here stay within their arrays, and checks cost a step 60 bundles of 160."""
     return pl.pallas_call(
         kernel, name=name, interpret=chip == "interpret",
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -159,7 +160,7 @@ def call(kernel, name, grid, sequential, scalars, inputs, outputs, scratch, chip
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential,
-            vmem_limit_bytes=vmem_bytes(chip)))(*scalars, *(array for array, _ in inputs))
+            vmem_limit_bytes=vmem_bytes(chip), disable_bounds_checks=True))(*scalars, *(array for array, _ in inputs))
 
 
 NN, NT, TN = (1, 0), (1, 1), (0, 0)  # the dimensions that x @ y, x @ y.T, x.T @ y sum over
@@ -846,7 +847,7 @@ def grouped_blocks(given, x, weights, chip):
     (n, D), F, size, pair = x.shape, weights[0].shape[2], x.dtype.itemsize, len(weights)
     if {x.dtype, *(w.dtype for w in weights)} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float32)}):
         raise KernelError(f"grouped_matmul: x is {x.dtype} and the weights {weights[0].dtype}: want both bfloat16 or float32")
-    rows, d, f = cuts(n, 16, divide=False), *(sorted({n, *cuts(n, lanes(chip))}, reverse=True) for n in (D, F))
+    rows, d, f = cuts(n, 32, divide=False), *(sorted({n, *cuts(n, lanes(chip))}, reverse=True) for n in (D, F))
 
     def vmem(b):  # each block twice, so that the next one's copy runs under this one's arithmetic; results in fp32
         forward = 2 * size * (b.rows * D + pair * D * b.columns + (2 * pair - 1) * b.rows * b.columns)
@@ -871,36 +872,50 @@ def multiply_transposed(xs, ws):
     return [sum(dot(x, w, NT) for x, w in zip(xs, ws))]
 
 
-def grouped_kernel(group, expert, tile, begin, *refs, compute, n_x, n_w, n_groups):
-    """One visit: compute(x's rows, the group's weights) -> the results' rows. Those behind the group's end are
-    written too: the next group's visit writes over them."""
+WHOLE, LOWER, UPPER, NOTHING = range(4)  # what a visit computes of its tile
+
+
+def parts_of(begin, end, rows):
+    """A group on a tile's border often lies in one half of the tile: the other half is not computed."""
+    return jnp.where(end <= rows // 2, LOWER, jnp.where(begin >= rows // 2, UPPER, WHOLE))
+
+
+def grouped_kernel(expert, tile, begin, part, *refs, compute, n_x, n_w):
+    """One visit: compute(x's rows, the group's weights) -> the results' rows, of half a tile where the group lies in one half.
+    Rows behind the group's end are written too: the next group's visit writes over them."""
     xs, ws, outs = refs[:n_x], refs[n_x:n_x + n_w], refs[n_x + n_w:]
-    visit = pl.program_id(1)
+    visit, half = pl.program_id(1), xs[0].shape[0] // 2
 
-    def write(results):
-        own = lax.broadcasted_iota(jnp.int32, outs[0].shape, 0) >= begin[visit]
+    def write(rows, results):
+        own = rows.start + lax.broadcasted_iota(jnp.int32, (rows.size, outs[0].shape[1]), 0) >= begin[visit]
         for out, y in zip(outs, results):  # select in fp32: bf16 masks are packed, slower to make
-            out[...] = jnp.where(own, y, out[...].astype(jnp.float32)).astype(out.dtype)
+            out[rows, :] = jnp.where(own, y, out[rows, :].astype(jnp.float32)).astype(out.dtype)
 
-    lax.cond(group[visit] < n_groups, lambda: write(compute([x[...] for x in xs], [w[...] for w in ws])),
-             lambda: write([0.0] * len(outs)))  # behind the last group
+    def work(rows):
+        write(rows, compute([x[rows, :] for x in xs], [w[...] for w in ws]))
+
+    own_half = pl.ds(pl.multiple_of(jnp.where(part[visit] == UPPER, half, 0), half), half)
+    pl.when(part[visit] == WHOLE)(lambda: work(pl.ds(0, 2 * half)))
+    pl.when((part[visit] == LOWER) | (part[visit] == UPPER))(lambda: work(own_half))
+    pl.when(part[visit] == NOTHING)(lambda: write(pl.ds(0, 2 * half), [0.0] * len(outs)))
 
 
 def grouped_call(compute, name, xs, ws, group_sizes, n_outs, rows, columns, chip):
     """compute for every visit and block of columns. Transposed weights are read as they lie, (columns, K)."""
     (n, K), transposed, E = xs[0].shape, compute is multiply_transposed, len(group_sizes)
     width = ws[0].shape[1 if transposed else 2]
-    n_visits, (group, tile, begin, _) = visits(group_sizes, n, rows, every_group=False)
+    n_visits, (group, tile, begin, end) = visits(group_sizes, n, rows, every_group=False)
+    part = jnp.where(group < E, parts_of(begin, end, rows), NOTHING)  # behind the last group are zeros
     expert = jnp.minimum(group, E - 1)  # whose weights to hold, behind the last group too
 
-    def weights_at(column, visit, group, expert, *_):
+    def weights_at(column, visit, expert, *_):
         return (expert[visit], column, 0) if transposed else (expert[visit], 0, column)
 
-    x_rows = pl.BlockSpec((rows, K), lambda c, v, group, expert, tile, _: (tile[v], 0))
+    x_rows = pl.BlockSpec((rows, K), lambda c, v, expert, tile, *_: (tile[v], 0))
     weights = pl.BlockSpec((None, columns, K) if transposed else (None, K, columns), weights_at)
-    out = pl.BlockSpec((rows, columns), lambda c, v, group, expert, tile, _: (tile[v], c))
-    return call(functools.partial(grouped_kernel, compute=compute, n_x=len(xs), n_w=len(ws), n_groups=E), name,
-                (width // columns, n_visits), 1, (group, expert, tile, begin),
+    out = pl.BlockSpec((rows, columns), lambda c, v, expert, tile, *_: (tile[v], c))
+    return call(functools.partial(grouped_kernel, compute=compute, n_x=len(xs), n_w=len(ws)), name,
+                (width // columns, n_visits), 1, (expert, tile, begin, part),
                 [*((x, x_rows) for x in xs), *((w, weights) for w in ws)], [((n, width), xs[0].dtype, out)] * n_outs, [], chip)
 
 
