@@ -15,7 +15,6 @@ import json
 import math
 import pathlib
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -588,14 +587,6 @@ def cross_entropy_blocks(given, x, weight, chip):
     return fit_blocks(CrossEntropyBlocks, given, "linear_cross_entropy", (x.shape, weight.shape), chip, lambda b: sizes, vmem)
 
 
-def logit_tile(x_ref, w_ref, first_word, multiplier, softcap):
-    """-> logits (words, tokens) fp32 and the words' numbers (words, 1). The last tile may reach behind the
-    vocabulary's end, into memory that holds anything: callers mask it, products with it too since 0 * NaN is NaN."""
-    z = multiplier * dot(w_ref[...], x_ref[...], NT)
-    word = first_word + lax.broadcasted_iota(jnp.int32, (w_ref.shape[0], 1), 0)
-    return softcap * jnp.tanh(z / softcap) if softcap else z, word
-
-
 def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l_ref, *, vocab, multiplier, softcap):
     """x_ref: (tokens, D); w_ref: (words, D); the others (1, tokens): lse, the target's logit, online softmax."""
     tile = pl.program_id(1)
@@ -605,7 +596,7 @@ def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l
         m_ref[...] = jnp.full_like(m_ref, MASKED)
         zero(l_ref, picked_ref)
 
-    z, word = logit_tile(x_ref, w_ref, tile * w_ref.shape[0], multiplier, softcap)
+    z, word = logit_tile(w_ref, x_ref, 0, tile, multiplier, softcap)
     z = jnp.where(word < vocab, z, MASKED)
     m = jnp.maximum(m_ref[...], z.max(0, keepdims=True))
     l_ref[...] = l_ref[...] * jnp.exp(m_ref[...] - m) + jnp.exp(z - m).sum(0, keepdims=True)
@@ -617,21 +608,31 @@ def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l
         lse_ref[...] = m_ref[...] + jnp.log(l_ref[...])
 
 
+def logit_tile(a_ref, b_ref, axis, tile, multiplier, softcap):
+    """-> logits (a's rows, b's rows) fp32, of words along `axis`, and the words' numbers. The last tile may reach behind the
+    vocabulary's end, into memory that holds anything: callers mask it, products with it too since 0 * NaN is NaN."""
+    z = multiplier * dot(a_ref[...], b_ref[...], NT)
+    words = (z.shape[0], 1) if axis == 0 else (1, z.shape[1])
+    word = tile * z.shape[axis] + lax.broadcasted_iota(jnp.int32, words, axis)
+    return softcap * jnp.tanh(z / softcap) if softcap else z, word
+
+
 def cross_entropy_gradient_kernel(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, out_ref, acc_ref, *, of_words, vocab,
                                   multiplier, softcap):
     """dx: grid (tokens, vocabulary), acc_ref (tokens, D) sums over the vocabulary. dw (of_words): grid (vocabulary, tokens),
-    acc_ref (words, D) sums over the tokens. p_ref and hit_ref (1, tokens): what the loss's gradient multiplies the
-    probabilities and the target's 1 with."""
+    acc_ref (words, D) sums over the tokens. What is summed over runs down the sublanes of the logits. p_ref and hit_ref
+    (1, tokens): what the loss's gradient multiplies the probabilities and the target's 1 with."""
     tile = pl.program_id(1)
     pl.when(tile == 0)(lambda: zero(acc_ref))
-    z, word = logit_tile(x_ref, w_ref, pl.program_id(0 if of_words else 1) * w_ref.shape[0], multiplier, softcap)
-    dz = jnp.exp(z - lse_ref[...]) * p_ref[...] - jnp.where(word == target_ref[...], hit_ref[...], 0)
+    inner_ref, outer_ref = (x_ref, w_ref) if of_words else (w_ref, x_ref)
+    z, word = logit_tile(inner_ref, outer_ref, int(of_words), pl.program_id(0 if of_words else 1), multiplier, softcap)
+    target, lse, p, hit = (ref[...].T if of_words else ref[...] for ref in (target_ref, lse_ref, p_ref, hit_ref))
+    dz = jnp.exp(z - lse) * p - jnp.where(word == target, hit, 0)
     dz = dz * (1 - (z / softcap) ** 2) if softcap else dz
-    dz = jnp.where(word < vocab, dz * multiplier, 0).astype(x_ref.dtype)  # (words, tokens)
-    if of_words:
-        acc_ref[...] += dot(dz, x_ref[...], NN)
-    else:
-        acc_ref[...] += dot(dz, jnp.where(word < vocab, w_ref[...], 0), TN)
+    dz, inner = (dz * multiplier).astype(x_ref.dtype), inner_ref[...]
+    if not of_words:
+        dz, inner = jnp.where(word < vocab, dz, 0), jnp.where(word < vocab, inner, 0)
+    acc_ref[...] += dot(dz, inner, TN)
 
     @pl.when(tile == pl.num_programs(1) - 1)
     def _():
@@ -707,93 +708,67 @@ def paired_grouped_matmul(x, gate, up, group_sizes):
 
 
 def check_grouped(name, x, weights, group_sizes):
-    for w in weights:
-        if x.ndim != 2 or w.shape != weights[0].shape or w.shape[:2] != (*group_sizes.shape, x.shape[1]):
-            raise KernelError(f"{name}: x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}, group_sizes "
-                              f"{tuple(group_sizes.shape)}: want (N, D), (E, D, F), (E,)")
+    if x.ndim != 2 or any(w.shape != weights[0].shape or w.shape[:2] != (*group_sizes.shape, x.shape[1]) for w in weights):
+        raise KernelError(f"{name}: x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}, group_sizes "
+                          f"{tuple(group_sizes.shape)}: want (N, D), (E, D, F), (E,)")
 
 
-# A matmul over groups cuts rows into tiles at fixed places. A group's rows lie in some tiles, and a tile on a border holds
-# rows of several groups: one visit for each group and each tile that it lies in. Which ones is data.
+def group_tiles(group_sizes, n):
+    """The references' tiles of up to 128 rows, each of one group -> how many, and each one's group, first row and its group's
+    end. There are as many as any sizes may need, since XLA compiles for shapes: the last ones have no rows."""
+    rows, ends = min(128, n), group_sizes.cumsum(0)
+    count = -(-group_sizes // rows)
+    last, tile = count.cumsum(0), arange(0, n // rows + len(group_sizes), group_sizes)
+    group = (tile[:, None] >= last).sum(1).clip(max=len(group_sizes) - 1)
+    return last[-1], group, (ends - group_sizes)[group] + (tile - (last - count)[group]) * rows, ends[group]
 
 
-def visits(group_sizes, n, rows, every_group):
-    """-> how many, and for each visit its group, tile of rows, and where in the tile the group begins and ends.
-
-    The rows behind the last group count as one more group, len(group_sizes). every_group: that one is left
-    out, and empty groups are visited once too.
-    """
-    sizes = group_sizes if every_group else jnp.append(group_sizes, n - group_sizes.sum())
-    ends = jnp.cumsum(sizes)
-    starts = ends - sizes
-    tiles = pl.cdiv(n, rows)
-    first = jnp.minimum(starts // rows, tiles - 1)
-    count = jnp.where(sizes > 0, pl.cdiv(ends, rows) - first, int(every_group))
-    last = jnp.cumsum(count)
-    visit = jnp.arange(tiles + len(group_sizes))  # a border adds one visit; some of these remain unused
-    group = jnp.minimum(jnp.searchsorted(last, visit, side="right"), len(sizes) - 1)
-    tile = jnp.minimum(first[group] + visit - (last - count)[group], tiles - 1)
-    begin, end = (x[group] - tile * rows for x in (starts, ends))
-    return last[-1], [x.astype(jnp.int32) for x in (group, tile, begin, end)]
+def gather_tiles(x, first, end):
+    """torch: -> numbers of the tiles' rows (tiles, rows), N for none, and the rows of x (tiles, rows, D), 0 for none."""
+    index = first[:, None] + arange(0, min(128, len(x)), x)
+    index = torch.where(index < end[:, None], index, len(x))
+    return index, F.pad(x, (0, 0, 0, 1))[index]
 
 
-def over_visits(body, arrays, group_sizes, init):
-    """The JAX reference's loop: total = body(total, group, first row, is the row the group's, tile of each array).
+def over_tiles(body, arrays, group_sizes, init):
+    """JAX: total = body(total, group, first row, is the row the group's, tile of each array). A loop: XLA:CPU computes
+    lax.ragged_dot as one masked full-size matmul per expert, E times the flops."""
+    N, rows, (n_tiles, group, first, end) = len(arrays[0]), min(128, len(arrays[0])), group_tiles(group_sizes, len(arrays[0]))
 
-    XLA:CPU computes lax.ragged_dot as one masked full-size matmul per expert, E times the flops.
-    """
-    n, rows = len(arrays[0]), min(128, len(arrays[0]))
-    arrays = [jnp.pad(x, ((0, -n % rows), (0, 0))) for x in arrays]
-    n_visits, (group, tile, begin, end) = visits(group_sizes, n, rows, every_group=True)
+    def tile(i, total):
+        start = jnp.minimum(first[i], N - rows)
+        row = start + jnp.arange(rows)[:, None]
+        tiles = [lax.dynamic_slice_in_dim(x, start, rows) for x in arrays]
+        return body(total, group[i], start, (first[i] <= row) & (row < end[i]), *tiles)
 
-    def visit(i, total):
-        row = jnp.arange(rows)[:, None]
-        tiles = [lax.dynamic_slice_in_dim(x, tile[i] * rows, rows) for x in arrays]
-        return body(total, group[i], tile[i] * rows, (begin[i] <= row) & (row < end[i]), *tiles)
-
-    return lax.fori_loop(0, n_visits, visit, init)
-
-
-def group_tiles(x, group_sizes):
-    """Rows of x in tiles that belong to one expert each, as many as any sizes may need: torch_xla too compiles for shapes.
-
-    -> each tile's expert (tiles,), its rows' numbers (tiles, rows), N for none, and the rows (tiles, rows, D), 0 for none.
-    """
-    N, E, rows = x.shape[0], len(group_sizes), min(128, x.shape[0])
-    count, end = -(-group_sizes // rows), group_sizes.cumsum(0)
-    last = count.cumsum(0)
-    tile = torch.arange(N // rows + E, device=x.device)
-    expert = (tile[:, None] >= last).sum(1).clamp(max=E - 1)
-    first = (end - group_sizes)[expert] + (tile - (last - count)[expert]) * rows
-    index = first[:, None] + torch.arange(rows, device=x.device)
-    index = torch.where(index < end[expert][:, None], index, N)
-    return expert, index, F.pad(x, (0, 0, 0, 1))[index]
+    return lax.fori_loop(0, n_tiles, tile, init)
 
 
 def grouped_reference(x, w, group_sizes):
     if lib(x) is torch:
-        expert, index, tiles = group_tiles(x, group_sizes)
-        return x.new_zeros(len(x) + 1, w.shape[2]).index_put((index,), tiles @ w[expert])[:-1]
+        _, group, first, end = group_tiles(group_sizes, len(x))
+        index, tiles = gather_tiles(x, first, end)
+        return x.new_zeros(len(x) + 1, w.shape[2]).index_put((index,), tiles @ w[group])[:-1]
 
-    def add(y, group, first, own, x):
-        new = jnp.where(own, x @ w[group], lax.dynamic_slice_in_dim(y, first, len(x)))
-        return lax.dynamic_update_slice_in_dim(y, new, first, 0)
+    def write(y, group, start, own, x):
+        old = lax.dynamic_slice_in_dim(y, start, len(x))
+        return lax.dynamic_update_slice_in_dim(y, jnp.where(own, x @ w[group], old), start, 0)
 
-    padded = len(x) + -len(x) % min(128, len(x))
-    return over_visits(add, [x], group_sizes, jnp.zeros((padded, w.shape[2]), x.dtype))[:len(x)]
+    return over_tiles(write, [x], group_sizes, jnp.zeros((len(x), w.shape[2]), x.dtype))
 
 
 def grouped_weights_reference(x, g, group_sizes):
     """x[rows of e].T @ g[rows of e] -> (E, D, F) in x's dtype."""
     if lib(x) is torch:
-        (expert, _, x), (_, _, g) = group_tiles(x, group_sizes), group_tiles(g, group_sizes)
+        _, group, first, end = group_tiles(group_sizes, len(x))
+        x, g = (gather_tiles(t, first, end)[1] for t in (x, g))
         y = x.float().mT @ g.float()
-        return y.new_zeros(len(group_sizes), *y.shape[1:]).index_add(0, expert, y).to(g.dtype)
+        return y.new_zeros(len(group_sizes), *y.shape[1:]).index_add(0, group, y).to(g.dtype)
 
-    def add(dw, group, first, own, x, g):
+    def add(dw, group, start, own, x, g):
         return dw.at[group].add(dot(jnp.where(own, x, 0), jnp.where(own, g, 0), TN))
 
-    return over_visits(add, [x, g], group_sizes, jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]))).astype(x.dtype)
+    return over_tiles(add, [x, g], group_sizes, jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]))).astype(x.dtype)
 
 
 def grouped_gradients_reference(x, gs, ws, group_sizes):
@@ -819,10 +794,11 @@ def silu_backward(g, a, b):
 
 # Grouped matmuls in Pallas.
 #
-# The grid's visits are computed by XLA and prefetched as scalars, from which the block specs pick what to fetch. A
-# group's visits follow each other, so its weights are fetched once and stay. The contraction (D forward, F for dx) is
-# never cut: no accumulator is read, added to and written between blocks, and the matrix unit's own accumulation runs
-# on. Hence also one visit writes one block.
+# Rows are cut into tiles at fixed places. A group's rows lie in some of them, and a tile on a border holds rows of several
+# groups: the grid makes one visit for each group and each tile that it lies in. XLA computes which, as that is data, and they are
+# prefetched as scalars, from which the block specs pick what to fetch. A group's visits follow each other, so its weights are
+# fetched once and stay. The contraction (D forward, F for dx) is never cut: no accumulator is read, added to and written
+# between blocks, and the matrix unit's own accumulation runs on. Hence also one visit writes one block.
 #
 # Where the cycles go (tpu7x, 256 rows, D = 2048, F = 768; JAX's megablox in brackets): forward 1,193 bundles (1,317), dx 1,284
 # (1,325), both under 1,536 cycles of the MXU, which bounds them; dw 1,623 (1,987). A visit adds 150 for the grid, a group's end
@@ -861,52 +837,59 @@ def grouped_blocks(given, x, weights, chip):
     return fit_blocks(GroupedBlocks, given, op, (x.shape, weights[0].shape), chip, lambda b: [rows, f, rows, d, rows, d, f], vmem)
 
 
-def multiply(xs, ws):
-    """x @ w, or of a pair silu(x @ gate) * (x @ up) and both products."""
-    ys = [dot(xs[0], w) for w in ws]
-    half = 0.5 * ys[0]
-    return ys if len(ys) == 1 else [(half * jnp.tanh(half) + half) * ys[1], *ys]
+WHOLE, LOWER, UPPER, NOTHING = range(4)  # what a visit multiplies of its tile
 
 
-def multiply_transposed(xs, ws):
-    return [sum(dot(x, w, NT) for x, w in zip(xs, ws))]
+def visits(group_sizes, n, rows, every_group):
+    """-> how many, and for each visit its group, tile, where in the tile the group begins and ends, and in which half it lies.
+
+    The rows behind the last group count as one more group, len(group_sizes), of which there is NOTHING to multiply.
+    every_group: that one is left out, and empty groups are visited once too.
+    """
+    sizes = group_sizes if every_group else jnp.append(group_sizes, n - group_sizes.sum())
+    ends, tiles = jnp.cumsum(sizes), pl.cdiv(n, rows)
+    starts = ends - sizes
+    first = jnp.minimum(starts // rows, tiles - 1)
+    count = jnp.where(sizes > 0, pl.cdiv(ends, rows) - first, int(every_group))
+    last = jnp.cumsum(count)
+    visit = jnp.arange(tiles + len(group_sizes))  # a border adds one visit; some of these remain unused
+    group = jnp.minimum(jnp.searchsorted(last, visit, side="right"), len(sizes) - 1)
+    tile = jnp.minimum(first[group] + visit - (last - count)[group], tiles - 1)
+    begin, end = (x[group] - tile * rows for x in (starts, ends))
+    part = jnp.where(end <= rows // 2, LOWER, jnp.where(begin >= rows // 2, UPPER, WHOLE))
+    part = jnp.where(group < len(group_sizes), part, NOTHING)
+    return last[-1], [x.astype(jnp.int32) for x in (group, tile, begin, end, part)]
 
 
-WHOLE, LOWER, UPPER, NOTHING = range(4)  # what a visit computes of its tile
-
-
-def parts_of(begin, end, rows):
-    """A group on a tile's border often lies in one half of the tile: the other half is not computed."""
-    return jnp.where(end <= rows // 2, LOWER, jnp.where(begin >= rows // 2, UPPER, WHOLE))
-
-
-def grouped_kernel(expert, tile, begin, part, *refs, compute, n_x, n_w):
-    """One visit: compute(x's rows, the group's weights) -> the results' rows, of half a tile where the group lies in one half.
-    Rows behind the group's end are written too: the next group's visit writes over them."""
+def grouped_kernel(expert, tile, begin, part, *refs, transposed, n_x, n_w):
+    """One visit writes x @ w of the tile, or of the half that holds all of the group's rows. A pair: silu(x @ gate) * (x @ up) and
+    both products. transposed: the sum of x @ w.T. Rows behind the group's end are written too: the next visit writes over them."""
     xs, ws, outs = refs[:n_x], refs[n_x:n_x + n_w], refs[n_x + n_w:]
     visit, half = pl.program_id(1), xs[0].shape[0] // 2
+    whole, own_half = pl.ds(0, 2 * half), pl.ds(pl.multiple_of(jnp.where(part[visit] == UPPER, half, 0), half), half)
+
+    def multiply(rows):
+        if transposed:
+            return [sum(dot(x[rows, :], w[...], NT) for x, w in zip(xs, ws))]
+        ys = [dot(xs[0][rows, :], w[...]) for w in ws]
+        z = 0.5 * ys[0]
+        return ys if n_w == 1 else [(z * jnp.tanh(z) + z) * ys[1], *ys]
 
     def write(rows, results):
         own = rows.start + lax.broadcasted_iota(jnp.int32, (rows.size, outs[0].shape[1]), 0) >= begin[visit]
         for out, y in zip(outs, results):  # select in fp32: bf16 masks are packed, slower to make
             out[rows, :] = jnp.where(own, y, out[rows, :].astype(jnp.float32)).astype(out.dtype)
 
-    def work(rows):
-        write(rows, compute([x[rows, :] for x in xs], [w[...] for w in ws]))
-
-    own_half = pl.ds(pl.multiple_of(jnp.where(part[visit] == UPPER, half, 0), half), half)
-    pl.when(part[visit] == WHOLE)(lambda: work(pl.ds(0, 2 * half)))
-    pl.when((part[visit] == LOWER) | (part[visit] == UPPER))(lambda: work(own_half))
-    pl.when(part[visit] == NOTHING)(lambda: write(pl.ds(0, 2 * half), [0.0] * len(outs)))
+    pl.when(part[visit] == WHOLE)(lambda: write(whole, multiply(whole)))
+    pl.when((part[visit] == LOWER) | (part[visit] == UPPER))(lambda: write(own_half, multiply(own_half)))
+    pl.when(part[visit] == NOTHING)(lambda: write(whole, [0.0] * len(outs)))
 
 
-def grouped_call(compute, name, xs, ws, group_sizes, n_outs, rows, columns, chip):
-    """compute for every visit and block of columns. Transposed weights are read as they lie, (columns, K)."""
-    (n, K), transposed, E = xs[0].shape, compute is multiply_transposed, len(group_sizes)
-    width = ws[0].shape[1 if transposed else 2]
-    n_visits, (group, tile, begin, end) = visits(group_sizes, n, rows, every_group=False)
-    part = jnp.where(group < E, parts_of(begin, end, rows), NOTHING)  # behind the last group are zeros
-    expert = jnp.minimum(group, E - 1)  # whose weights to hold, behind the last group too
+def grouped_call(name, xs, ws, group_sizes, n_outs, rows, columns, chip, transposed=False):
+    """grouped_kernel for every visit and block of columns. Transposed weights are read as they lie, (columns, K)."""
+    (n, K), width = xs[0].shape, ws[0].shape[1 if transposed else 2]
+    n_visits, (group, tile, begin, _, part) = visits(group_sizes, n, rows, every_group=False)
+    expert = jnp.minimum(group, len(group_sizes) - 1)  # whose weights to hold, behind the last group too
 
     def weights_at(column, visit, expert, *_):
         return (expert[visit], column, 0) if transposed else (expert[visit], 0, column)
@@ -914,7 +897,7 @@ def grouped_call(compute, name, xs, ws, group_sizes, n_outs, rows, columns, chip
     x_rows = pl.BlockSpec((rows, K), lambda c, v, expert, tile, *_: (tile[v], 0))
     weights = pl.BlockSpec((None, columns, K) if transposed else (None, K, columns), weights_at)
     out = pl.BlockSpec((rows, columns), lambda c, v, expert, tile, *_: (tile[v], c))
-    return call(functools.partial(grouped_kernel, compute=compute, n_x=len(xs), n_w=len(ws)), name,
+    return call(functools.partial(grouped_kernel, transposed=transposed, n_x=len(xs), n_w=len(ws)), name,
                 (width // columns, n_visits), 1, (expert, tile, begin, part),
                 [*((x, x_rows) for x in xs), *((w, weights) for w in ws)], [((n, width), xs[0].dtype, out)] * n_outs, [], chip)
 
@@ -953,14 +936,14 @@ def weights_kernel(group, tile, begin, end, x, *refs):
 def grouped_pallas(x, ws, group_sizes, blocks, chip):
     b, pair = grouped_blocks(blocks, x, ws, chip), len(ws) == 2
     name, n_outs = ("paired_grouped_matmul", 3) if pair else ("grouped_matmul", 1)
-    return grouped_call(multiply, name, [x], ws, group_sizes, n_outs, b.rows, b.columns, chip)
+    return grouped_call(name, [x], ws, group_sizes, n_outs, b.rows, b.columns, chip)
 
 
 def grouped_gradients_pallas(x, gs, ws, group_sizes, blocks, chip):
     """-> dx, and dw for each of the weights. gs: gradients with respect to x @ w for each of them."""
     b, (n, D), (E, _, F_), name = grouped_blocks(blocks, x, ws, chip), x.shape, ws[0].shape, "paired_" * (len(ws) == 2)
-    dx = grouped_call(multiply_transposed, name + "grouped_matmul_dx", gs, ws, group_sizes, 1, b.dx_rows, b.dx_columns, chip)
-    n_visits, scalars = visits(group_sizes, n, b.dw_rows, every_group=True)
+    dx = grouped_call(name + "grouped_matmul_dx", gs, ws, group_sizes, 1, b.dx_rows, b.dx_columns, chip, transposed=True)
+    n_visits, (*scalars, _) = visits(group_sizes, n, b.dw_rows, every_group=True)
     x_rows = pl.BlockSpec((b.dw_rows, b.dw_d), lambda i, j, v, group, tile, *_: (tile[v], i))
     g_rows = pl.BlockSpec((b.dw_rows, b.dw_f), lambda i, j, v, group, tile, *_: (tile[v], j))
     dw = pl.BlockSpec((None, b.dw_d, b.dw_f), lambda i, j, v, group, *_: (group[v], i, j))
