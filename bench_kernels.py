@@ -43,7 +43,7 @@ EXPERTS = {"N": 65536, "D": 2048, "F": 768, "E": 128}  # qwen3_moe 30b-a3b, 8,19
 GROUPED = {"grouped_matmul": 2, "grouped_matmul_dx": 2, "grouped_matmul_dw": 3}
 OURS = {"splash_attention": ("splash_blocks", kernels.SplashBlocks, {"splash_attention": 4, "splash_attention_backward": 5}),
         "linear_cross_entropy": ("ce_blocks", kernels.CrossEntropyBlocks, {
-            "linear_cross_entropy": 2, "linear_cross_entropy_dx": 2, "linear_cross_entropy_dw": 2}),
+            "linear_cross_entropy": 2, "linear_cross_entropy_dx": 3, "linear_cross_entropy_dw": 3}),
         "grouped_matmul": ("grouped_blocks", kernels.GroupedBlocks, GROUPED),
         "paired_grouped_matmul": ("grouped_blocks", kernels.GroupedBlocks, {"paired_" + k: n for k, n in GROUPED.items()})}
 
@@ -125,8 +125,9 @@ def work(kernel, s, blocks, ours, chip):
         return matmuls * H * D * T * (T + 1) // 2, steps, [(n, matmuls * a * b * wide / peak) for n in runs], ends
     if kernel.startswith("linear"):
         grid = -(-s["N"] // a), -(-s["V"] // b)
-        steps, flops = grid[0] * grid[1], 2 * a * b * s["D"] * twice
-        return (1 + twice) * s["N"] * s["D"] * s["V"], steps, [(steps, flops / peak)], grid[kernel.endswith("dw")]
+        tiles, mxu, pieces = grid[0] * grid[1], 2 * a * b * s["D"] * twice / peak, s["D"] // [s["D"], *blocks[2:]][-1]
+        runs = [(tiles * n, mxu / 2 / pieces) for n in (1, pieces - 1, 1, pieces - 1)] if pieces > 1 else [(tiles, mxu)]
+        return (1 + twice) * s["N"] * s["D"] * s["V"], sum(n for n, _ in runs), runs, grid[kernel.endswith("dw")]
     pair, dw, rng = 1 + kernel.startswith("paired"), kernel.endswith("dw"), np.random.default_rng(0)
     sizes = rng.multinomial(s["N"], rng.dirichlet(np.full(s["E"], 20.0)))  # as a router's: uneven
     n_visits, (*_, part) = kernels.visits(jnp.array(sizes), s["N"], a, every_group=dw)
@@ -204,10 +205,11 @@ def candidates(op, s, chip):
         backward = [(1024, 1024, 512, 512), (512, 512, 512, 512), (1024, 1024, 512, 256)]
         return [[*a, *b, 8192] for a, b in zip(forward, backward)]
     if op == "linear_cross_entropy":
-        forward, dx = [(1024, 512), (512, 512), (512, 256)], [(512, 512), (512, 256), (256, 128)]
-        if s["D"] > 8192:  # what fits; reading the weights more often beats small tiles
-            forward, dx = [(512, 512), (512, 256), (256, 512)], [(128, 384), (128, 256), (256, 128)]
-        return [[*a, *b, *b[::-1]] for a, b in zip(forward, dx)]  # dw: words and tokens change places
+        D = s["D"]
+        forward, dx = [(1024, 512), (512, 512), (512, 256)], [(512, 512, D), (512, 256, D), (256, 512, D)]
+        if D > 8192:  # in pieces: few tokens with many words at a time leave the matrix units waiting for weights
+            forward, dx = [(512, 512), (512, 256), (256, 512)], [(512, 512, D // 4), (256, 512, D // 4), (256, 256, D // 2)]
+        return [[*a, *b, *b[1::-1], b[2]] for a, b in zip(forward, dx)]  # dw: words and tokens change places
     ws = [shape(s["E"], s["D"], s["F"])] * (1 + op.startswith("paired"))
     widest = kernels.grouped_blocks(None, shape(s["N"], s["D"]), ws, chip)
     return [list(dataclasses.replace(widest, rows=n, dx_rows=n, dw_rows=n).__dict__.values()) for n in (256, 512, 128)]

@@ -560,31 +560,35 @@ def cross_entropy_backward_reference(g, x, weight, targets, lse, ignore_index, z
 
 @dataclass(frozen=True)
 class CrossEntropyBlocks:
-    """A grid step holds the logits of `vocab` words for `tokens` tokens, over the whole width of the model. All weights are
-    read once for each block of tokens (dw: all tokens for each block of words), so small ones wait for memory."""
+    """A grid step holds the logits of `vocab` words for `tokens` tokens. All weights are read once for each block of tokens (dw:
+    all tokens for each block of words), so small ones wait for memory. A gradient keeps the whole width of one side and its
+    sum in VMEM; what it walks over comes in pieces of *_width and is read twice, unless that is all of the width."""
 
     tokens: int = 1024
     vocab: int = 512
     dx_tokens: int = 1024
     dx_vocab: int = 512
+    dx_width: int = 8192
     dw_tokens: int = 512
     dw_vocab: int = 1024
+    dw_width: int = 8192
 
 
 def cross_entropy_blocks(given, x, weight, chip):
     (N, D), V, size = x.shape, weight.shape[0], x.dtype.itemsize
-    sizes = [cuts(n, lanes(chip), divide=False) for n in (N, V)] * 3
+    tokens, words, widths = *(cuts(n, lanes(chip), divide=False) for n in (N, V)), [D, *cuts(D, lanes(chip))]
 
     def vmem(b):
-        def gradient(outer, inner):  # one outer and two inner blocks (one arriving), the output twice, its accumulator; then
-            # what the compiler was seen to take for tiles of logits and a part of the masked inner block
-            return D * (size * (3 * outer + 2 * inner) + 4 * outer) + 28 * outer * inner + D * size * inner // 4
+        def gradient(outer, inner, width):  # one outer and two inner blocks (one arriving), the output twice, its accumulator;
+            # then what the compiler was seen to take for tiles of logits and a part of the masked inner block
+            return D * outer * (3 * size + 4) + width * inner * (2 * size + size / 4) + 28 * outer * inner
 
         return {"forward": (D * size * (b.tokens + 2 * b.vocab) + 16 * b.tokens * b.vocab, ("tokens", "vocab")),
-                "dx": (gradient(b.dx_tokens, b.dx_vocab), ("dx_tokens", "dx_vocab")),
-                "dw": (gradient(b.dw_vocab, b.dw_tokens), ("dw_tokens", "dw_vocab"))}
+                "dx": (gradient(b.dx_tokens, b.dx_vocab, b.dx_width), ("dx_tokens", "dx_vocab")),
+                "dw": (gradient(b.dw_vocab, b.dw_tokens, b.dw_width), ("dw_tokens", "dw_vocab"))}
 
-    return fit_blocks(CrossEntropyBlocks, given, "linear_cross_entropy", (x.shape, weight.shape), chip, lambda b: sizes, vmem)
+    return fit_blocks(CrossEntropyBlocks, given, "linear_cross_entropy", (x.shape, weight.shape), chip,
+                      lambda b: [tokens, words, tokens, words, widths, tokens, words, widths], vmem)
 
 
 def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l_ref, *, vocab, multiplier, softcap):
@@ -596,7 +600,7 @@ def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l
         m_ref[...] = jnp.full_like(m_ref, MASKED)
         zero(l_ref, picked_ref)
 
-    z, word = logit_tile(w_ref, x_ref, 0, tile, multiplier, softcap)
+    z, word = scale_logits(dot(w_ref[...], x_ref[...], NT), multiplier, softcap), numbers(w_ref.shape[0], 0, tile)
     z = jnp.where(word < vocab, z, MASKED)
     m = jnp.maximum(m_ref[...], z.max(0, keepdims=True))
     l_ref[...] = l_ref[...] * jnp.exp(m_ref[...] - m) + jnp.exp(z - m).sum(0, keepdims=True)
@@ -608,52 +612,84 @@ def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l
         lse_ref[...] = m_ref[...] + jnp.log(l_ref[...])
 
 
-def logit_tile(a_ref, b_ref, axis, tile, multiplier, softcap):
-    """-> logits (a's rows, b's rows) fp32, of words along `axis`, and the words' numbers. The last tile may reach behind the
-    vocabulary's end, into memory that holds anything: callers mask it, products with it too since 0 * NaN is NaN."""
-    z = multiplier * dot(a_ref[...], b_ref[...], NT)
-    words = (z.shape[0], 1) if axis == 0 else (1, z.shape[1])
-    word = tile * z.shape[axis] + lax.broadcasted_iota(jnp.int32, words, axis)
-    return softcap * jnp.tanh(z / softcap) if softcap else z, word
+def scale_logits(z, multiplier, softcap):
+    z = multiplier * z
+    return softcap * jnp.tanh(z / softcap) if softcap else z
 
 
-def cross_entropy_gradient_kernel(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, out_ref, acc_ref, *, of_words, vocab,
-                                  multiplier, softcap):
-    """dx: grid (tokens, vocabulary), acc_ref (tokens, D) sums over the vocabulary. dw (of_words): grid (vocabulary, tokens),
-    acc_ref (words, D) sums over the tokens. What is summed over runs down the sublanes of the logits. p_ref and hit_ref
-    (1, tokens): what the loss's gradient multiplies the probabilities and the target's 1 with."""
-    tile = pl.program_id(1)
-    pl.when(tile == 0)(lambda: zero(acc_ref))
-    inner_ref, outer_ref = (x_ref, w_ref) if of_words else (w_ref, x_ref)
-    z, word = logit_tile(inner_ref, outer_ref, int(of_words), pl.program_id(0 if of_words else 1), multiplier, softcap)
-    target, lse, p, hit = (ref[...].T if of_words else ref[...] for ref in (target_ref, lse_ref, p_ref, hit_ref))
-    dz = jnp.exp(z - lse) * p - jnp.where(word == target, hit, 0)
-    dz = dz * (1 - (z / softcap) ** 2) if softcap else dz
-    dz, inner = (dz * multiplier).astype(x_ref.dtype), inner_ref[...]
-    if not of_words:
-        dz, inner = jnp.where(word < vocab, dz, 0), jnp.where(word < vocab, inner, 0)
-    acc_ref[...] += dot(dz, inner, TN)
+def numbers(words, axis, tile):
+    """A tile's words along an axis. The last tile may reach behind the vocabulary's end, into memory that holds anything: it is
+    masked, and products with it too since 0 * NaN is NaN."""
+    return tile * words + lax.broadcasted_iota(jnp.int32, (words, 1) if axis == 0 else (1, words), axis)
 
-    @pl.when(tile == pl.num_programs(1) - 1)
+
+def cross_entropy_gradient_kernel(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, out_ref, acc_ref, z_ref=None, *, of_words,
+                                  vocab, multiplier, softcap):
+    """dx: grid (tokens, vocabulary, steps), x_ref is the outer block, w_ref the inner one. dw (of_words): the other way round.
+    acc_ref (outer rows, D) sums over the inner blocks' rows, which run down the sublanes of the logits. p_ref and hit_ref
+    (1, tokens): what the loss's gradient multiplies the probabilities and the target's 1 with. An inner block in pieces comes
+    forth to sum the logits in z_ref, then back, its last piece being there already, for the product with their gradient."""
+    outer_ref, inner_ref = (w_ref, x_ref) if of_words else (x_ref, w_ref)
+    tile, step, steps, width = pl.program_id(1), pl.program_id(2), pl.num_programs(2), inner_ref.shape[1]
+    pieces = acc_ref.shape[1] // width
+    start = 0 if pieces == 1 else pl.multiple_of(jnp.minimum(step, 2 * pieces - 1 - step) * width, width)
+    columns = pl.ds(start, width)
+    word = numbers(w_ref.shape[0], int(of_words), pl.program_id(0 if of_words else 1))
+    pl.when((tile == 0) & (step == 0))(lambda: zero(acc_ref))
+
+    def product():
+        return dot(inner_ref[...], outer_ref[:, columns], NT)
+
+    def gradient(z):
+        z = scale_logits(z, multiplier, softcap)
+        target, lse, p, hit = (ref[...].T if of_words else ref[...] for ref in (target_ref, lse_ref, p_ref, hit_ref))
+        dz = multiplier * (jnp.exp(z - lse) * p - jnp.where(word == target, hit, 0))
+        dz = dz * (1 - (z / softcap) ** 2) if softcap else dz
+        return dz if of_words else jnp.where(word < vocab, dz, 0)
+
+    def add(dz):
+        inner = inner_ref[...] if of_words else jnp.where(word < vocab, inner_ref[...], 0)
+        acc_ref[:, columns] += dot(dz.astype(x_ref.dtype), inner, TN)
+
+    def first_sum():
+        z_ref[...] = gradient(z_ref[...])
+        add(z_ref[...])
+
+    def put(z):
+        z_ref[...] = z
+
+    if pieces == 1:
+        add(gradient(product()))
+    else:
+        pl.when(step == 0)(lambda: put(product()))
+        pl.when((step > 0) & (step < pieces))(lambda: put(z_ref[...] + product()))
+        pl.when(step == pieces)(first_sum)
+        pl.when(step > pieces)(lambda: add(z_ref[...]))
+
+    @pl.when((tile == pl.num_programs(1) - 1) & (step == steps - 1))
     def _():
         out_ref[...] = acc_ref[...].astype(out_ref.dtype)
 
 
-def cross_entropy_call(kernel, name, x, weight, rows, outputs, scratch, tokens, vocab, chip, of_words=False, **options):
-    """A kernel over the grid (tokens, vocabulary), or the other way round. rows: arrays of a number a token, (N,).
-    outputs: "row" (1, N) fp32, "x" or "w", like these. Tokens are padded with zeros to whole blocks."""
+def cross_entropy_call(kernel, name, x, weight, rows, outputs, scratch, tokens, vocab, width, chip, of_words=False, **options):
+    """A kernel over the grid (tokens, vocabulary, steps), or the first two the other way round; steps: an inner block's pieces
+    forth and back. rows: arrays of a number a token, (N,). outputs: "row" (1, N) fp32, "x" or "w", like these. Tokens are padded
+    with zeros to whole blocks."""
     n, (V, D), (token, word) = -(-len(x) // tokens) * tokens, weight.shape, (1, 0) if of_words else (0, 1)
     x, *rows = (jnp.pad(a, [(0, n - len(a))] + [(0, 0)] * (a.ndim - 1)) for a in (x, *rows))
+    steps = 1 if width == D else 2 * D // width
 
-    def spec(size, axis, buffers=2):
-        return pl.BlockSpec((size, D), lambda *at: (at[axis], 0), pipeline_mode=pl.Buffered(buffers))
+    def inputs_of(size, axis):
+        if axis == 0:  # outer blocks stay: one buffer
+            return pl.BlockSpec((size, D), lambda i, j, s: (i, 0), pipeline_mode=pl.Buffered(1))
+        return pl.BlockSpec((size, width), lambda i, j, s: (j, jnp.minimum(s, steps - 1 - s)))
 
     row = pl.BlockSpec((1, tokens), lambda *at: (0, at[token]))
-    kinds = {"row": ((1, n), jnp.float32, row), "x": (x.shape, x.dtype, spec(tokens, token)),
-             "w": (weight.shape, weight.dtype, spec(vocab, word))}
-    grid = (pl.cdiv(V, vocab), n // tokens) if of_words else (n // tokens, pl.cdiv(V, vocab))
-    inputs = [(x, spec(tokens, token, 1 + token)), (weight, spec(vocab, word, 1 + word))]  # outer blocks stay: one buffer
-    return call(functools.partial(kernel, vocab=V, **options), name, grid, 1, (), inputs + [(r[None], row) for r in rows],
+    kinds = {"row": ((1, n), jnp.float32, row), "x": (x.shape, x.dtype, pl.BlockSpec((tokens, D), lambda i, j, s: (i, 0))),
+             "w": (weight.shape, weight.dtype, pl.BlockSpec((vocab, D), lambda i, j, s: (i, 0)))}
+    grid = (pl.cdiv(V, vocab), n // tokens, steps) if of_words else (n // tokens, pl.cdiv(V, vocab), steps)
+    inputs = [(x, inputs_of(tokens, token)), (weight, inputs_of(vocab, word))]
+    return call(functools.partial(kernel, vocab=V, **options), name, grid, 2, (), inputs + [(r[None], row) for r in rows],
                 [kinds[kind] for kind in outputs], scratch, chip)
 
 
@@ -661,7 +697,7 @@ def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, s
     b, N, valid = cross_entropy_blocks(blocks, x, weight, chip), len(x), targets != ignore_index
     lse, picked = cross_entropy_call(
         cross_entropy_kernel, "linear_cross_entropy", x, weight, [jnp.where(valid, targets, -1)], ["row", "row"],
-        [(1, b.tokens)] * 2, b.tokens, b.vocab, chip, multiplier=multiplier, softcap=softcap)
+        [(1, b.tokens)] * 2, b.tokens, b.vocab, x.shape[1], chip, multiplier=multiplier, softcap=softcap)
     lse, picked = lse[0, :N], picked[0, :N]
     return jnp.where(valid, lse - picked + z_loss * lse ** 2, 0), lse
 
@@ -669,12 +705,16 @@ def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, s
 def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap, blocks, chip):
     b, (N, D) = cross_entropy_blocks(blocks, x, weight, chip), x.shape
     hit = jnp.where(targets != ignore_index, g, 0)
-    dx, dw = (cross_entropy_call(
-        functools.partial(cross_entropy_gradient_kernel, of_words=of_words), f"linear_cross_entropy_d{out}", x, weight,
-        [targets, lse, hit * (1 + 2 * z_loss * lse), hit], [out], [(vocab if of_words else tokens, D)], tokens, vocab, chip,
-        of_words, multiplier=multiplier, softcap=softcap)[0] for out, tokens, vocab, of_words in (
-            ("x", b.dx_tokens, b.dx_vocab, False), ("w", b.dw_tokens, b.dw_vocab, True)))
-    return dx[:N], dw
+    rows = [targets, lse, hit * (1 + 2 * z_loss * lse), hit]
+
+    def gradient(out, tokens, vocab, width):
+        of_words, outer, inner = (True, vocab, tokens) if out == "w" else (False, tokens, vocab)
+        kernel = functools.partial(cross_entropy_gradient_kernel, of_words=of_words)
+        scratch = [(outer, D)] + [(inner, outer)] * (width < D)
+        return cross_entropy_call(kernel, f"linear_cross_entropy_d{out}", x, weight, rows, [out], scratch, tokens, vocab, width,
+                                  chip, of_words, multiplier=multiplier, softcap=softcap)[0]
+
+    return gradient("x", b.dx_tokens, b.dx_vocab, b.dx_width)[:N], gradient("w", b.dw_tokens, b.dw_vocab, b.dw_width)
 
 
 LOSS = torch_op(
@@ -862,8 +902,8 @@ def visits(group_sizes, n, rows, every_group):
 
 
 def grouped_kernel(expert, tile, begin, part, *refs, transposed, n_x, n_w):
-    """One visit writes x @ w of the tile, or of the half that holds all of the group's rows. A pair: silu(x @ gate) * (x @ up) and
-    both products. transposed: the sum of x @ w.T. Rows behind the group's end are written too: the next visit writes over them."""
+    """One visit writes x @ w of the tile, or of the half that holds all of the group's rows. A pair: silu(x @ gate) * (x @ up)
+    and both products. transposed: the sum of x @ w.T. Rows behind the group's end are written too, before the next visit."""
     xs, ws, outs = refs[:n_x], refs[n_x:n_x + n_w], refs[n_x + n_w:]
     visit, half = pl.program_id(1), xs[0].shape[0] // 2
     whole, own_half = pl.ds(0, 2 * half), pl.ds(pl.multiple_of(jnp.where(part[visit] == UPPER, half, 0), half), half)
