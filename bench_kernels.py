@@ -284,6 +284,6 @@ def main(argv=None):
     # libtpu reads it once, when the first topology is made. JAX's kernels ask for no VMEM of their own: the same for both sides.
     os.environ["LIBTPU_INIT_ARGS"] = (
         f"--xla_jf_dump_to={FOLDER.name} --xla_jf_dump_llo_pass_label_regex=final.* "
-        f"--xla_tpu_scoped_vmem_limit_kib={kernels.vmem_bytes(args.topology.split(':')[0]) >> 10}")
+        f"--xla_tpu_scoped_vmem_limit_kib={kernels.VMEM_MIB[args.topology.split(':')[0]] << 10}")
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     {"kernels": kernels_command, "tune": tune}[args.command](args)
