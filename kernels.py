@@ -263,7 +263,7 @@ def splash_backward_reference(g, q, k, v, segment_ids, out, lse, causal, window,
 #
 # Where the cycles go (tpu7x, a block of 1024 × 1024 at head dimension 128, which fills half of the 256 × 256 matrix units):
 # forward 2,245 bundles for 2,048 cycles of the MXU, 1,560 of vector operations and 1,030 of exp; backward 4,078 bundles under
-# 5,120 cycles of the MXU, which bounds it. A masked block takes 2,802 and 5,120. JAX's own: 3,295 and 5,318 bundles.
+# 5,120 cycles of the MXU, which bounds it. A masked block takes 2,802 and 5,120. JAX's own: 3,346 and 5,318 bundles.
 
 
 @dataclass(frozen=True)
@@ -550,7 +550,8 @@ def cross_entropy_backward_reference(g, x, weight, targets, lse, ignore_index, z
 # to keep the sum of one of them in HBM.
 #
 # Where the cycles go (tpu7x, 512 tokens × 512 words at D = 4096): forward 3,655 bundles, with the softmax, under 4,096 cycles of
-# the MXU, which bounds it; dx and dw 8,192 of the MXU. Small blocks wait for the fp32 sums: 256 × 128 reaches 25 % of the peak.
+# the MXU, which bounds it; dx 7,001 and dw 6,700 under 8,192, of which 6,144 are for matmuls that one has to do. Small blocks wait
+# for the fp32 sums, 256 × 128 reaches 25 % of the peak; at D = 16,384, 256 × 512 in 4 pieces 71 %, all of the width at once 38 %.
 
 
 @dataclass(frozen=True)
@@ -830,8 +831,9 @@ def silu_backward(g, a, b):
 # between blocks, and the matrix unit's own accumulation runs on. Hence also one visit writes one block.
 #
 # Where the cycles go (tpu7x, 256 rows, D = 2048, F = 768; JAX's megablox in brackets): forward 1,193 bundles (1,317), dx 1,284
-# (1,325), both under 1,536 cycles of the MXU, which bounds them; dw 1,623 (1,987). A visit adds 150 for the grid, a group's end
-# in dw 1,470 to transpose the sums where F < D. Pair: 2,530 under 3,072; silu's arithmetic shows as 140.
+# (1,325), both under 1,536 cycles of the MXU, which bounds them; half a tile 855 and 983 over 768, as its rows are few for the
+# weights that must be loaded. dw 1,623 (1,987), and at a group's end 1,470 to transpose the sums where F < D. The grid adds 104
+# to a visit (116). Pair: 2,530 under 3,072; silu's arithmetic shows as 140.
 
 
 @dataclass(frozen=True)
