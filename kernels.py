@@ -550,8 +550,8 @@ def cross_entropy_backward_reference(g, x, weight, targets, lse, ignore_index, z
 # to keep the sum of one of them in HBM.
 #
 # Where the cycles go (tpu7x, 512 tokens × 512 words at D = 4096): forward 3,655 bundles, with the softmax, under 4,096 cycles of
-# the MXU, which bounds it; dx 7,001 and dw 6,700 under 8,192, of which 6,144 are for matmuls that one has to do. Small blocks wait
-# for the fp32 sums, 256 × 128 reaches 25 % of the peak; at D = 16,384, 256 × 512 in 4 pieces 71 %, all of the width at once 38 %.
+# the MXU, which bounds it; dx 7,001 and dw 6,700 under 8,192, of which 6,144 are for matmuls that one has to do. Small blocks
+# wait for the fp32 sums: 256 × 128 reaches 25 % of the peak. At D = 16,384, 256 × 512 in 4 pieces 71 %, whole ones at most 38 %.
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def split(rng, n, E):
 @given(st.data())
 def test_interpreted_kernels_and_reference_equal_a_loop_over_experts(data):
     draw = data.draw
-    n, E = draw(st.sampled_from([16, 40, 64, 75, 128])), draw(st.integers(1, 5))
+    n, E = draw(st.sampled_from([16, 40, 64, 75])), draw(st.integers(1, 5))
     D, F_ = draw(st.sampled_from([(8, 24), (24, 8), (256, 384), (128, 256)]))
     cut = lambda size: 128 if size % 128 == 0 else size  # noqa: E731
     rows = [draw(st.sampled_from([32, 64][:1 + (n > 32)])) for _ in range(3)]
