@@ -34,7 +34,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import kernels
 
-MXU_FLOPS = {"v5e": 131072, "v5p": 262144, "v6e": 524288, "tpu7x": 524288}  # a cycle of one device: peak / clock
+MXU_FLOPS = {"v5e": 131072, "v5p": 131072, "v6e": 524288, "tpu7x": 524288}  # a cycle of one core: peak / clock / cores
+CORES = {"v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 1}  # of a device: they share a grid's parallel blocks
 MXU_WIDTH = {"v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}  # a narrower matmul leaves the rest of it empty
 ATTENTION = {"T": 8192, "H": 8, "D": 128}  # causal, one key head: a device's share of a llama3 or qwen3 layer
 EXPERTS = {"N": 65536, "D": 2048, "F": 768, "E": 128}  # qwen3_moe 30b-a3b, 8,192 tokens a device
@@ -113,7 +114,8 @@ def jax_program(kernel, s, blocks):
 
 def work(kernel, s, blocks, ours, chip):
     """-> the problem's useful flops (as kernels.tuned counts; half of an op's for each of two backward kernels), grid steps, for
-    each part with matmuls how often it runs and the matrix units' cycles, and at how many ends of a row of blocks others run."""
+    each part with matmuls how often it runs and the matrix units' cycles, at how many ends of a row of blocks others run, and
+    how many blocks are parallel."""
     (a, b), peak, backward, twice = blocks[:2], MXU_FLOPS[chip], kernel.endswith("backward"), 1 + (kernel[-2:] in ("dx", "dw"))
     if kernel.startswith("splash"):
         T, H, D = s.values()
@@ -122,12 +124,14 @@ def work(kernel, s, blocks, ours, chip):
         matmuls, wide, rows = 10 if backward else 4, -(-D // MXU_WIDTH[chip]) * MXU_WIDTH[chip], H * T // a
         steps, runs, ends = ((H * len(flags), runs, rows) if ours else  # JAX's empty blocks are steps too
                              (rows * (T // b), [sum(runs)], T // b if backward else rows))
-        return matmuls * H * D * T * (T + 1) // 2, steps, [(n, matmuls * a * b * wide / peak) for n in runs], ends
+        runs = [(n, matmuls * a * b * wide / peak) for n in runs]
+        return matmuls * H * D * T * (T + 1) // 2, steps, runs, ends, H  # a device has several heads of keys
     if kernel.startswith("linear"):
         grid = -(-s["N"] // a), -(-s["V"] // b)
         tiles, mxu, pieces = grid[0] * grid[1], 2 * a * b * s["D"] * twice / peak, s["D"] // [s["D"], *blocks[2:]][-1]
         runs = [(tiles * n, mxu / 2 / pieces) for n in (1, pieces - 1, 1, pieces - 1)] if pieces > 1 else [(tiles, mxu)]
-        return (1 + twice) * s["N"] * s["D"] * s["V"], sum(n for n, _ in runs), runs, grid[kernel.endswith("dw")]
+        outer = grid[kernel.endswith("dw")]
+        return (1 + twice) * s["N"] * s["D"] * s["V"], sum(n for n, _ in runs), runs, outer, outer
     pair, dw, rng = 1 + kernel.startswith("paired"), kernel.endswith("dw"), np.random.default_rng(0)
     sizes = rng.multinomial(s["N"], rng.dirichlet(np.full(s["E"], 20.0)))  # as a router's: uneven
     n_visits, (*_, part) = kernels.visits(jnp.array(sizes), s["N"], a, every_group=dw)
@@ -143,7 +147,7 @@ def work(kernel, s, blocks, ours, chip):
         runs = [(n_visits - halves, mxu), (halves, mxu / 2)]
     else:
         cuts, runs = -(-width // blocks[-1]) * -(-depth // b), [(n_visits, mxu)]
-    return 2 * pair * s["N"] * s["D"] * s["F"], cuts * n_visits, [(cuts * n, mxu) for n, mxu in runs], ends
+    return 2 * pair * s["N"] * s["D"] * s["F"], cuts * n_visits, [(cuts * n, mxu) for n, mxu in runs], ends, cuts
 
 
 def measure(fn, args, kernel_blocks, sizes, topology, name=None):
@@ -158,20 +162,20 @@ def measure(fn, args, kernel_blocks, sizes, topology, name=None):
     jax.jit(fn).lower(*args).compile()
     for kernel, blocks in kernel_blocks.items():
         slots, parts = read_dump(FOLDER.name, name or kernel)
-        flops, steps, runs, n_ends = work(kernel, sizes, blocks, ours, chip)
+        flops, steps, runs, n_ends, parallel = work(kernel, sizes, blocks, ours, chip)
         matmuls = [part for part in parts if part[1]]
         assert len(matmuls) == len(runs), f"{kernel} {blocks}: parts with matmuls {matmuls}, want {len(runs)}"
         ends = sorted(n for n, mxu, _ in parts[1:] if not mxu and n >= 64)
         others = steps * (sum(n for n, mxu, _ in parts if not mxu) - sum(ends))
         n_once = 2 * (ours and kernel == "splash_attention_backward")  # the gradients of a head's keys: cleared, written
         others += n_ends * sum(ends[:len(ends) - n_once]) + sum(ends[len(ends) - n_once:])
-        scheduled, cycles = (others + int(sum(n * max(bundles, least * mxu) for (n, mxu), (bundles, *_) in zip(runs, matmuls)))
-                             for least in (0, 1))
+        scheduled, cycles = (int(others + sum(n * max(bundles, least * mxu) for (n, mxu), (bundles, *_) in zip(runs, matmuls)))
+                             // min(parallel, CORES[chip]) for least in (0, 1))
         bundles, filled, spills = matmuls[0]  # without a mask, of a whole tile
         results[kernel] = {
             "kernel": kernel, "who": "ours" if ours else "jax", "blocks": list(blocks), "scheduled": scheduled, "cycles": cycles,
             "flops": int(flops), "bundles_per_block": bundles, "bundles_per_mflop": scheduled / flops * 1e6, "spills": spills,
-            "mxu_slots": filled / (slots * bundles), "efficiency": flops / cycles / MXU_FLOPS[chip]}
+            "mxu_slots": filled / (slots * bundles), "efficiency": flops / cycles / (MXU_FLOPS[chip] * CORES[chip])}
     return results
 
 
@@ -211,8 +215,10 @@ def candidates(op, s, chip):
             forward, dx = [(512, 512), (512, 256), (256, 512)], [(512, 512, D // 4), (256, 512, D // 4), (256, 256, D // 2)]
         return [[*a, *b, *b[1::-1], b[2]] for a, b in zip(forward, dx)]  # dw: words and tokens change places
     ws = [shape(s["E"], s["D"], s["F"])] * (1 + op.startswith("paired"))
-    widest = kernels.grouped_blocks(None, shape(s["N"], s["D"]), ws, chip)
-    return [list(dataclasses.replace(widest, rows=n, dx_rows=n, dw_rows=n).__dict__.values()) for n in (256, 512, 128)]
+    b = kernels.grouped_blocks(None, shape(s["N"], s["D"]), ws, chip)  # as wide as fit
+    b = dataclasses.replace(b, columns=min(b.columns, s["F"] // CORES[chip]), dx_columns=min(b.dx_columns, s["D"] // CORES[chip]),
+                            dw_f=min(b.dw_f, s["F"] // CORES[chip]))
+    return [list(dataclasses.replace(b, rows=n, dx_rows=n, dw_rows=n).__dict__.values()) for n in (256, 512, 128)]
 
 
 def kernels_command(args):
@@ -262,7 +268,8 @@ def tune(args):
         entry = {"blocks": [size for r in best for size in r["blocks"]]}
         for label, part in (("forward", best[:1]), ("backward", best[1:])):
             cycles, flops = (sum(r[key] for r in part) for key in ("cycles", "flops"))
-            entry[label] = {"efficiency": round(flops / cycles / MXU_FLOPS[chip], 3), "cycles": cycles, "flops": flops,
+            efficiency = flops / cycles / (MXU_FLOPS[chip] * CORES[chip])
+            entry[label] = {"efficiency": round(efficiency, 3), "cycles": cycles, "flops": flops,
                             "bundles": {r["kernel"]: r["bundles_per_block"] for r in part}}
         print(f"best: {json.dumps(entry)}", flush=True)
         kernels.TABLE.setdefault(chip, {})[name] = entry
