@@ -264,7 +264,8 @@ def tune(args):
         tries = [r for blocks in candidates(op, sizes, chip) if (r := measure_ours(op, sizes, blocks, args.topology))]
         if not tries:
             raise SystemExit(f"{chip} {name}: no candidate fits; see bench_kernels.candidates")
-        best = [min((r[kernel] for r in tries), key=lambda r: r["cycles"]) for kernel in OURS[op][2]]
+        # Equals: the first one, whose blocks are the largest and read memory least.
+        best = [max((r[kernel] for r in tries), key=lambda r: round(r["efficiency"], 2)) for kernel in OURS[op][2]]
         entry = {"blocks": [size for r in best for size in r["blocks"]]}
         for label, part in (("forward", best[:1]), ("backward", best[1:])):
             cycles, flops = (sum(r[key] for r in part) for key in ("cycles", "flops"))
