@@ -34,74 +34,65 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import kernels
 
-SLOTS = "mxu xlu valu vpop eup vload fill vstore spill salu".split()
-MXU_FLOPS = {"v5e": 131072, "v5p": 262144, "v6e": 524288, "tpu7x": 524288}  # a cycle of one device: peak / clock
+MXU_FLOPS = {"v5e": 131072, "v5p": 131072, "v6e": 524288, "tpu7x": 524288}  # a cycle of one core: peak / clock / cores
+CORES = {"v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 1}  # of a device: they share a grid's parallel blocks
 MXU_WIDTH = {"v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}  # a narrower matmul leaves the rest of it empty
 ATTENTION = {"T": 8192, "H": 8, "D": 128}  # causal, one key head: a device's share of a llama3 or qwen3 layer
 EXPERTS = {"N": 65536, "D": 2048, "F": 768, "E": 128}  # qwen3_moe 30b-a3b, 8,192 tokens a device
 
-# op: lowerings' option, blocks, and its kernels forward and backward with the fields of the blocks that are their own
-GROUPED = [{"grouped_matmul": slice(2)}, {"grouped_matmul_dx": slice(2, 4), "grouped_matmul_dw": slice(4, 7)}]
-OURS = {
-    "splash_attention": ("splash_blocks", kernels.SplashBlocks, {"splash_attention": slice(4)},
-                         {"splash_attention_backward": slice(4, 9)}),
-    "linear_cross_entropy": ("ce_blocks", kernels.CrossEntropyBlocks, {"linear_cross_entropy": slice(2)},
-                             {"linear_cross_entropy_dx": slice(2, 4), "linear_cross_entropy_dw": slice(4, 6)}),
-    "grouped_matmul": ("grouped_blocks", kernels.GroupedBlocks, *GROUPED),
-    "paired_grouped_matmul": ("grouped_blocks", kernels.GroupedBlocks,
-                              *({"paired_" + kernel: own for kernel, own in part.items()} for part in GROUPED))}
+# op: lowerings' option, its blocks, and its kernels with the number of fields of the blocks that are their own, in order
+GROUPED = {"grouped_matmul": 2, "grouped_matmul_dx": 2, "grouped_matmul_dw": 3}
+OURS = {"splash_attention": ("splash_blocks", kernels.SplashBlocks, {"splash_attention": 4, "splash_attention_backward": 5}),
+        "linear_cross_entropy": ("ce_blocks", kernels.CrossEntropyBlocks, {
+            "linear_cross_entropy": 2, "linear_cross_entropy_dx": 3, "linear_cross_entropy_dw": 3}),
+        "grouped_matmul": ("grouped_blocks", kernels.GroupedBlocks, GROUPED),
+        "paired_grouped_matmul": ("grouped_blocks", kernels.GroupedBlocks, {"paired_" + k: n for k, n in GROUPED.items()})}
 
 
 def read_dump(folder, kernel):
-    """A kernel's machine code (its name, or a pattern): [(bundles, slots filled)] of the grid step's conditional parts, in order,
-    the same of the rest of the step, and the slots a bundle has."""
+    """A kernel's machine code (its name, or a pattern) -> the MXU slots of a bundle, and [(bundles, MXU slots filled, spills)]:
+    of what every step of the grid runs, then of its conditional parts in order."""
     listing, = (f for f in glob.glob(f"{folder}/*-{kernel}.*-final_bundles.txt") if "schedule-analysis" not in f)
-    stem = re.match(r"(.*/\d+-.*?)-\d+-final_bundles", listing).group(1)
-    table, = glob.glob(f"{glob.escape(stem)}-*-final_hlo-static-per-bundle-utilization.txt")
-    rows = [line.split() for line in open(table)]
-    capacity, *used = [[int(c) for c in r] for r in rows if len(r) == len(SLOTS) and all(c.isdigit() for c in r)]
-    used, branches, labels = np.array(used), [], {}
+    table, = glob.glob(re.sub(r"\d+-final_bundles", "*-final_hlo-static-per-bundle-utilization", listing))
+    rows = [line.split() for line in open(table)]  # MXU, XLU, VALU, VPOP, EUP, VLOAD, fills, VSTORE, spills, SALU
+    capacity, *used = [(int(row[0]), int(row[8])) for row in rows if len(row) == 10 and "".join(row).isdigit()]
+    branches, labels = [], {}
     for line in open(listing):
-        if not (m := re.match(r"\s*(0x[0-9a-f]+|0)\s*\w*\s*:", line)):
-            continue
-        at = int(m.group(1), 16)
-        branches += [(at, int(target)) for target in re.findall(r"sbr\.rel \(.*?\) target = \$region(\d+)", line)]
-        for region in re.findall(r"(?:Start region|Start/End empty region) (\d+)", line):
-            labels.setdefault(int(region), at)
+        if m := re.match(r"\s*(0x[0-9a-f]+|0)\s*\w*\s*:", line):
+            at = int(m.group(1), 16)
+            branches += [(at, int(target)) for target in re.findall(r"sbr\.rel \(.*?\) target = \$region(\d+)", line)]
+            for region in re.findall(r"(?:Start region|Start/End empty region) (\d+)", line):
+                labels.setdefault(int(region), at)
     spans = {(a, labels[t]) for a, t in branches if labels.get(t, 0) >= a + 64}  # shorter ones count as always run
     spans -= {s for s in spans if any(o != s and o[1] == s[1] and o[0] <= s[0] < o[0] + 64 for o in spans)}
     start, end = max(spans, key=lambda s: s[1] - s[0])  # the body of the grid's loop
-    regions = sorted((s for s in spans if start <= s[0] and s[1] <= end), key=lambda s: (s[0], -s[1]))
-    parts = []
-    for a, b in regions:  # without what lies in a region within it
-        own = np.zeros(len(used), bool)
-        own[a:b] = True
-        for c, d in regions:
-            if (c, d) != (a, b) and a <= c and d <= b:
-                own[c:d] = False
-        parts.append((int(own.sum()), dict(zip(SLOTS, used[own].sum(0).tolist()))))
-    return parts[1:], parts[0], dict(zip(SLOTS, capacity))
+    spans = sorted((s for s in spans if start <= s[0] and s[1] <= end), key=lambda s: (s[0], -s[1]))
+    innermost = np.full(len(used), -1)
+    for i, (a, b) in enumerate(spans):  # those within it come later and take their bundles
+        innermost[a:b] = i
+    own = [np.array(used)[innermost == i] for i in range(len(spans))]
+    return capacity[0], [(len(bundles), *bundles.sum(0).tolist()) for bundles in own]
 
 
 def shape(*dims, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def our_program(op, backward, s, blocks, chip):
-    """-> function and arguments of one of our ops at the sizes s."""
+def our_program(op, s, blocks, chip):
+    """-> one of our ops forward and backward at the sizes s, and its arguments."""
     if op == "splash_attention":
-        q, k, options = shape(1, s["H"], s["T"], s["D"]), shape(1, 1, s["T"], s["D"]), [True, 0, 0.0, s["D"] ** -0.5]
-        g, tensors, saved = q, [q, k, k, None], [q, shape(1, s["H"], s["T"], dtype=jnp.float32)]
+        options, g, kv = [True, 0, 0.0, s["D"] ** -0.5], shape(1, s["H"], s["T"], s["D"]), shape(1, 1, s["T"], s["D"])
+        tensors, saved = [g, kv, kv, None], [g, shape(1, s["H"], s["T"], dtype=jnp.float32)]
     elif op == "linear_cross_entropy":
-        g, options = shape(s["N"], dtype=jnp.float32), [-100, 0.0, 1.0, 0.0]
+        options, g = [-100, 0.0, 1.0, 0.0], shape(s["N"], dtype=jnp.float32)
         tensors, saved = [shape(s["N"], s["D"]), shape(s["V"], s["D"]), shape(s["N"], dtype=jnp.int32)], [g]
     else:
-        pair, w, g = op.startswith("paired"), shape(s["E"], s["D"], s["F"]), shape(s["N"], s["F"])
-        tensors, saved, options = [shape(s["N"], s["D"]), *[w] * (1 + pair), shape(s["E"], dtype=jnp.int32)], [g, g] * pair, []
-    option, cls, *_ = OURS[op]
+        options, g, pair, w = [], shape(s["N"], s["F"]), op.startswith("paired"), shape(s["E"], s["D"], s["F"])
+        tensors, saved = [shape(s["N"], s["D"]), *[w] * (1 + pair), shape(s["E"], dtype=jnp.int32)], [g, g] * pair
+    option, cls, _ = OURS[op]
     table = kernels.lowerings("pallas", chip=chip, **{option: cls(*blocks)})
-    fn = table[getattr(torch.ops.tpu, op + "_backward" * backward).default]
-    return lambda *args: fn(*args, *options), [*[g] * backward, *tensors, *saved * backward]
+    forward, backward = (table[getattr(torch.ops.tpu, op + suffix).default] for suffix in ("", "_backward"))
+    return (lambda g, tensors, saved: (forward(*tensors, *options), backward(g, *tensors, *saved, *options))), [g, tensors, saved]
 
 
 def jax_program(kernel, s, blocks):
@@ -122,75 +113,81 @@ def jax_program(kernel, s, blocks):
 
 
 def work(kernel, s, blocks, ours, chip):
-    """-> the problem's useful flops (as kernels.tuned counts; half of an op's for each of two backward kernels), matrix units'
-    cycles for one block, grid steps, how often each part with matmuls runs, and at how many ends of a row of blocks others do."""
-    (a, b), backward, twice = blocks[:2], kernel.endswith("backward"), 1 + (kernel[-2:] in ("dx", "dw"))
+    """-> the problem's useful flops (as kernels.tuned counts; half of an op's for each of two backward kernels), grid steps, for
+    each part with matmuls how often it runs and the matrix units' cycles, at how many ends of a row of blocks others run, and
+    how many blocks are parallel."""
+    (a, b), peak, backward, twice = blocks[:2], MXU_FLOPS[chip], kernel.endswith("backward"), 1 + (kernel[-2:] in ("dx", "dw"))
     if kernel.startswith("splash"):
         T, H, D = s.values()
         flags = kernels.splash_steps(1, T, True, 0, a, b, range(T), None)[2]
         runs = [H * int((flags & flag > 0).sum()) for flag in (kernels.FULL, kernels.PARTIAL)]
-        matmuls, wide = 10 if backward else 4, -(-D // MXU_WIDTH[chip]) * MXU_WIDTH[chip]
-        steps, runs, ends = ((H * len(flags), runs, H * T // a) if ours else  # JAX's empty blocks are steps too
-                             (H * (T // a) * (T // b), [sum(runs)], T // b if backward else H * (T // a)))
-        return matmuls * H * D * T * (T + 1) // 2, matmuls * a * b * wide / MXU_FLOPS[chip], steps, runs, ends
+        matmuls, wide, rows = 10 if backward else 4, -(-D // MXU_WIDTH[chip]) * MXU_WIDTH[chip], H * T // a
+        steps, runs, ends = ((H * len(flags), runs, rows) if ours else  # JAX's empty blocks are steps too
+                             (rows * (T // b), [sum(runs)], T // b if backward else rows))
+        runs = [(n, matmuls * a * b * wide / peak) for n in runs]
+        return matmuls * H * D * T * (T + 1) // 2, steps, runs, ends, H  # a device has several heads of keys
     if kernel.startswith("linear"):
         grid = -(-s["N"] // a), -(-s["V"] // b)
-        return ((1 + twice) * s["N"] * s["D"] * s["V"], 2 * twice * a * b * s["D"] / MXU_FLOPS[chip], grid[0] * grid[1], [],
-                grid[kernel.endswith("dw")])
-    rng = np.random.default_rng(0)
+        tiles, mxu, pieces = grid[0] * grid[1], 2 * a * b * s["D"] * twice / peak, s["D"] // [s["D"], *blocks[2:]][-1]
+        runs = [(tiles * n, mxu / 2 / pieces) for n in (1, pieces - 1, 1, pieces - 1)] if pieces > 1 else [(tiles, mxu)]
+        outer = grid[kernel.endswith("dw")]
+        return (1 + twice) * s["N"] * s["D"] * s["V"], sum(n for n, _ in runs), runs, outer, outer
+    pair, dw, rng = 1 + kernel.startswith("paired"), kernel.endswith("dw"), np.random.default_rng(0)
     sizes = rng.multinomial(s["N"], rng.dirichlet(np.full(s["E"], 20.0)))  # as a router's: uneven
-    last, flops = np.cumsum(sizes), (4 if kernel.startswith("paired") else 2)
-    visits, groups = int((-(-last // a) - (last - sizes) // a)[sizes > 0].sum()), int((sizes > 0).sum())
+    n_visits, (*_, part) = kernels.visits(jnp.array(sizes), s["N"], a, every_group=dw)
+    n_visits, mxu, ends = int(n_visits), 2 * pair * a * b * blocks[-1] / peak, 0
     width, depth = (s["D"], s["F"]) if kernel.endswith("dx") else (s["F"], s["D"])
-    if kernel.endswith("dw"):
-        n, deep = -(-s["D"] // b) * -(-s["F"] // blocks[-1]), b
-        runs = [n * groups, n * (visits - groups)] if ours else [n * visits]  # a group's first visit sets the sum
+    if dw:
+        cuts = -(-s["D"] // b) * -(-s["F"] // blocks[-1])
+        runs = [(s["E"], mxu), (n_visits - s["E"], mxu)] if ours else [(n_visits, mxu)]  # the first of a group sets its sum
+        ends = cuts * s["E"]
+    elif ours:
+        cuts, mxu = -(-width // b), 2 * pair * a * b * depth / peak
+        halves = int(np.isin(part[:n_visits], (kernels.LOWER, kernels.UPPER)).sum())
+        runs = [(n_visits - halves, mxu), (halves, mxu / 2)]
     else:
-        n, deep = -(-width // blocks[-1]) * (1 if ours else -(-depth // b)), depth if ours else b
-        runs = [n * visits]
-    return (flops * s["N"] * s["D"] * s["F"], flops * a * deep * blocks[-1] / MXU_FLOPS[chip], n * visits, runs,
-            n * groups if kernel.endswith("dw") else 0)
+        cuts, runs = -(-width // blocks[-1]) * -(-depth // b), [(n_visits, mxu)]
+    return 2 * pair * s["N"] * s["D"] * s["F"], cuts * n_visits, [(cuts * n, mxu) for n, mxu in runs], ends, cuts
 
 
-def measure(fn, args, names, sizes, topology, ours):
-    """Compiles a function with kernels in it. names: {kernel: (name in the dump, its own blocks)} -> {kernel: measured}."""
-    chip, results = topology.split(":")[0], {}
+def measure(fn, args, kernel_blocks, sizes, topology, name=None):
+    """Compiles a function with kernels in it. kernel_blocks: {kernel: its own blocks}; name: in the dump, of a kernel of JAX's.
+    -> {kernel: measured}."""
+    chip, results, ours = topology.split(":")[0], {}, name is None
     for f in glob.glob(f"{FOLDER.name}/*"):
         os.remove(f)
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
     sharding = NamedSharding(Mesh(np.array(device), ("x",)), P())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     jax.jit(fn).lower(*args).compile()
-    for kernel, (name, blocks) in names.items():
-        parts, rest, capacity = read_dump(FOLDER.name, name)
-        flops, mxu, steps, runs, n_ends = work(kernel, sizes, blocks, ours, chip)
-        bundles, slots = next(((b, s) for b, s in parts if s["mxu"]), rest)  # the first: without a mask
-        matmuls = [b for b, s in parts if s["mxu"]]
-        ends = sorted(b for b, s in parts if not s["mxu"] and b >= 64)
-        every = rest[0] + sum(b for b, s in parts if not s["mxu"] and b < 64)
-        once = 0
-        if ours and kernel == "splash_attention_backward":  # the gradients of a head's keys: cleared, written
-            ends, once = ends[:-2], sum(ends[-2:])
-        scheduled, cycles = (int(
-            steps * (every if matmuls else max(every, least)) + n_ends * sum(ends) + once
-            + sum(n * max(b, least) for n, b in zip(runs, matmuls[-len(runs):]))) for least in (0, mxu))
+    for kernel, blocks in kernel_blocks.items():
+        slots, parts = read_dump(FOLDER.name, name or kernel)
+        flops, steps, runs, n_ends, parallel = work(kernel, sizes, blocks, ours, chip)
+        matmuls = [part for part in parts if part[1]]
+        assert len(matmuls) == len(runs), f"{kernel} {blocks}: parts with matmuls {matmuls}, want {len(runs)}"
+        ends = sorted(n for n, mxu, _ in parts[1:] if not mxu and n >= 64)
+        others = steps * (sum(n for n, mxu, _ in parts if not mxu) - sum(ends))
+        n_once = 2 * (ours and kernel == "splash_attention_backward")  # the gradients of a head's keys: cleared, written
+        others += n_ends * sum(ends[:len(ends) - n_once]) + sum(ends[len(ends) - n_once:])
+        scheduled, cycles = (int(others + sum(n * max(bundles, least * mxu) for (n, mxu), (bundles, *_) in zip(runs, matmuls)))
+                             // min(parallel, CORES[chip]) for least in (0, 1))
+        bundles, filled, spills = matmuls[0]  # without a mask, of a whole tile
         results[kernel] = {
             "kernel": kernel, "who": "ours" if ours else "jax", "blocks": list(blocks), "scheduled": scheduled, "cycles": cycles,
-            "flops": int(flops), "bundles_per_block": bundles, "bundles_per_mflop": scheduled / flops * 1e6,
-            "spills": slots["spill"],
-            "mxu_slots": slots["mxu"] / (capacity["mxu"] * bundles), "efficiency": flops / cycles / MXU_FLOPS[chip]}
+            "flops": int(flops), "bundles_per_block": bundles, "bundles_per_mflop": scheduled / flops * 1e6, "spills": spills,
+            "mxu_slots": filled / (slots * bundles), "efficiency": flops / cycles / (MXU_FLOPS[chip] * CORES[chip])}
     return results
 
 
 def measure_ours(op, sizes, blocks, topology):
-    """-> {kernel: measured} of an op forward and backward, without what does not fit."""
-    results = {}
-    for backward, parts in enumerate(OURS[op][2:]):
-        try:
-            fn, args = our_program(op, backward, sizes, blocks, topology.split(":")[0])
-            results |= measure(fn, args, {k: (k, blocks[part]) for k, part in parts.items()}, sizes, topology, True)
-        except (kernels.KernelError, jax.errors.JaxRuntimeError) as e:
-            print(f"{op}{' backward' * backward} {blocks}: {str(e).splitlines()[0][:150]}", flush=True)
+    """-> {kernel: measured} of an op's kernels, empty if the blocks do not fit."""
+    fields = iter(blocks)
+    own = {kernel: [next(fields) for _ in range(n)] for kernel, n in OURS[op][2].items()}
+    try:
+        results = measure(*our_program(op, sizes, blocks, topology.split(":")[0]), own, sizes, topology)
+    except (kernels.KernelError, jax.errors.JaxRuntimeError) as e:
+        print(f"{op} {blocks}: {str(e).splitlines()[0][:150]}", flush=True)
+        return {}
     for r in results.values():
         print(f"  {r['kernel']} {r['blocks']}: {r['cycles']:,} cycles, {r['efficiency']:.0%} of the MXU's peak", flush=True)
     return results
@@ -212,13 +209,16 @@ def candidates(op, s, chip):
         backward = [(1024, 1024, 512, 512), (512, 512, 512, 512), (1024, 1024, 512, 256)]
         return [[*a, *b, 8192] for a, b in zip(forward, backward)]
     if op == "linear_cross_entropy":
-        forward, dx = [(1024, 512), (512, 512), (512, 256)], [(512, 512), (512, 256), (256, 128)]
-        if s["D"] > 8192:  # what fits; reading the weights more often beats small tiles
-            forward, dx = [(512, 512), (512, 256), (256, 512)], [(128, 384), (128, 256), (256, 128)]
-        return [[*a, *b, *b[::-1]] for a, b in zip(forward, dx)]  # dw: words and tokens change places
+        D = s["D"]
+        forward, dx = [(1024, 512), (512, 512), (512, 256)], [(512, 512, D), (512, 256, D), (256, 512, D)]
+        if D > 8192:  # in pieces: few tokens with many words at a time leave the matrix units waiting for weights
+            forward, dx = [(512, 512), (512, 256), (256, 512)], [(512, 512, D // 4), (256, 512, D // 4), (256, 256, D // 2)]
+        return [[*a, *b, *b[1::-1], b[2]] for a, b in zip(forward, dx)]  # dw: words and tokens change places
     ws = [shape(s["E"], s["D"], s["F"])] * (1 + op.startswith("paired"))
-    widest = kernels.grouped_blocks(None, shape(s["N"], s["D"]), ws, chip)
-    return [list(dataclasses.replace(widest, rows=n, dx_rows=n, dw_rows=n).__dict__.values()) for n in (256, 512, 128)]
+    b = kernels.grouped_blocks(None, shape(s["N"], s["D"]), ws, chip)  # as wide as fit
+    b = dataclasses.replace(b, columns=min(b.columns, s["F"] // CORES[chip]), dx_columns=min(b.dx_columns, s["D"] // CORES[chip]),
+                            dw_f=min(b.dw_f, s["F"] // CORES[chip]))
+    return [list(dataclasses.replace(b, rows=n, dx_rows=n, dw_rows=n).__dict__.values()) for n in (256, 512, 128)]
 
 
 def kernels_command(args):
@@ -227,18 +227,17 @@ def kernels_command(args):
     for op, sizes in (("splash_attention", ATTENTION), ("grouped_matmul", EXPERTS)):
         ours = [measure_ours(op, sizes, blocks, args.topology) for blocks in candidates(op, sizes, chip)]
         for kernel in (k for k in JAX_BLOCKS if k.startswith(op)):
-            results = {"ours": [r[kernel] for r in ours if kernel in r], "jax": []}
+            both = [r[kernel] for r in ours if r], []
             for blocks in JAX_BLOCKS[kernel]:
                 fn, arguments, name = jax_program(kernel, sizes, blocks)
-                results["jax"] += measure(fn, arguments, {kernel: (name, blocks)}, sizes, args.topology, False).values()
-            report += results["ours"] + results["jax"]
+                both[1].append(measure(fn, arguments, {kernel: blocks}, sizes, args.topology, name)[kernel])
+            report += sum(both, [])
             for label in ("equal", "best"):
-                pair = {who: rs[0] if label == "equal" else min(rs, key=lambda r: r["cycles"]) for who, rs in results.items()}
-                for who, r in pair.items():
-                    ratios = (f"{r[key] / pair['jax'][key]:6.3f}" * (who == "ours") for key in ("scheduled", "cycles"))
-                    lines.append(f"{kernel:25} {label:6} {who:5} {str(r['blocks']):30} {r['bundles_per_block']:7,} "
-                                 f"{r['bundles_per_mflop']:13.3f} {r['mxu_slots']:4.0%} {r['spills']:6,} {r['scheduled']:11,} "
-                                 f"{r['cycles']:11,} {' '.join(ratios)}")
+                pair = [rs[0] if label == "equal" else min(rs, key=lambda r: r["cycles"]) for rs in both]
+                ratios = [f"{pair[0][key] / pair[1][key]:6.3f}" for key in ("scheduled", "cycles")]
+                lines += [f"{kernel:25} {label:6} {r['who']:5} {str(r['blocks']):30} {r['bundles_per_block']:7,} "
+                          f"{r['bundles_per_mflop']:13.3f} {r['mxu_slots']:4.0%} {r['spills']:6,} {r['scheduled']:11,} "
+                          f"{r['cycles']:11,} {' '.join(ratios * (r is pair[0]))}" for r in pair]
     print(f"\n{args.topology}: attention {ATTENTION} causal; experts {EXPERTS}. Scheduled: all bundles that run. Cycles: with "
           "the matrix units' own time.",
           f"{'':39}{'blocks':30} bundles bundles/Mflop  mxu spills   scheduled      cycles  ours/jax", *lines, sep="\n")
@@ -249,31 +248,30 @@ def kernels_command(args):
 
 def tune(args):
     """Ranks block sizes that fit VMEM by cycles; each kernel's best go into tuned_blocks.json, which kernels.py reads."""
-    chip, config = args.topology.split(":")[0], importlib.import_module(args.model).SIZES[args.size]
-    head_dim = getattr(config, "head_dim", 0) or config.dim // config.n_heads
-    heads = config.n_heads // getattr(config, "n_kv_heads", config.n_heads)
-    wanted = [("splash_attention", {"T": 8192, "H": heads, "D": head_dim})]
-    if hasattr(config, "vocab"):
-        wanted += [("linear_cross_entropy", {"N": 8192, "D": config.dim, "V": config.vocab})]
-    if hasattr(config, "n_experts"):
-        shapes = {"N": 8192 * config.top_k, "E": config.n_experts}
-        wanted += [("paired_grouped_matmul", shapes | {"D": config.dim, "F": config.ffn}),  # gate and up
-                   ("grouped_matmul", shapes | {"D": config.ffn, "F": config.dim})]  # down
-    for op, sizes in wanted:
+    chip, c = args.topology.split(":")[0], importlib.import_module(args.model).SIZES[args.size]
+    head_dim, heads = getattr(c, "head_dim", 0) or c.dim // c.n_heads, c.n_heads // getattr(c, "n_kv_heads", c.n_heads)
+    wanted = {"splash_attention": {"T": 8192, "H": heads, "D": head_dim}}
+    if hasattr(c, "vocab"):
+        wanted["linear_cross_entropy"] = {"N": 8192, "D": c.dim, "V": c.vocab}
+    if hasattr(c, "n_experts"):
+        wanted["paired_grouped_matmul"] = {"N": 8192 * c.top_k, "E": c.n_experts, "D": c.dim, "F": c.ffn}  # gate and up
+        wanted["grouped_matmul"] = {"N": 8192 * c.top_k, "E": c.n_experts, "D": c.ffn, "F": c.dim}  # down
+    for op, sizes in wanted.items():
         name = " ".join([op, *(f"{key}={sizes[key]}" for key in "DF" if key in sizes)])
-        print(f"{chip} {name}" + " is in the table" * (name in kernels.TABLE.get(chip, {})))
+        print(f"{chip} {name}" + " is in the table" * (name in kernels.TABLE.get(chip, {})), flush=True)
         if name in kernels.TABLE.get(chip, {}):
             continue
-        tries = [measure_ours(op, sizes, blocks, args.topology) for blocks in candidates(op, sizes, chip)]
-        if missing := [k for part in OURS[op][2:] for k in part if not any(k in r for r in tries)]:
-            raise SystemExit(f"{chip} {name}: no candidate of {', '.join(missing)} fits; see bench_kernels.candidates")
-        entry = {"blocks": []}
-        for label, parts in zip(("forward", "backward"), OURS[op][2:]):
-            best = [min((r[kernel] for r in tries if kernel in r), key=lambda r: r["cycles"]) for kernel in parts]
-            cycles, flops = sum(r["cycles"] for r in best), sum(r["flops"] for r in best)
-            entry["blocks"] += [size for r in best for size in r["blocks"]]
-            entry[label] = {"efficiency": round(flops / cycles / MXU_FLOPS[chip], 3), "cycles": cycles, "flops": flops,
-                            "bundles": {r["kernel"]: r["bundles_per_block"] for r in best}}
+        tries = [r for blocks in candidates(op, sizes, chip) if (r := measure_ours(op, sizes, blocks, args.topology))]
+        if not tries:
+            raise SystemExit(f"{chip} {name}: no candidate fits; see bench_kernels.candidates")
+        # Equals: the first one, whose blocks are the largest and read memory least.
+        best = [max((r[kernel] for r in tries), key=lambda r: round(r["efficiency"], 2)) for kernel in OURS[op][2]]
+        entry = {"blocks": [size for r in best for size in r["blocks"]]}
+        for label, part in (("forward", best[:1]), ("backward", best[1:])):
+            cycles, flops = (sum(r[key] for r in part) for key in ("cycles", "flops"))
+            efficiency = flops / cycles / (MXU_FLOPS[chip] * CORES[chip])
+            entry[label] = {"efficiency": round(efficiency, 3), "cycles": cycles, "flops": flops,
+                            "bundles": {r["kernel"]: r["bundles_per_block"] for r in part}}
         print(f"best: {json.dumps(entry)}", flush=True)
         kernels.TABLE.setdefault(chip, {})[name] = entry
         kernels.TABLE_FILE.write_text("{" + ",\n".join(
@@ -294,6 +292,6 @@ def main(argv=None):
     # libtpu reads it once, when the first topology is made. JAX's kernels ask for no VMEM of their own: the same for both sides.
     os.environ["LIBTPU_INIT_ARGS"] = (
         f"--xla_jf_dump_to={FOLDER.name} --xla_jf_dump_llo_pass_label_regex=final.* "
-        f"--xla_tpu_scoped_vmem_limit_kib={kernels.vmem_bytes(args.topology.split(':')[0]) >> 10}")
+        f"--xla_tpu_scoped_vmem_limit_kib={kernels.VMEM_MIB[args.topology.split(':')[0]] << 10}")
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     {"kernels": kernels_command, "tune": tune}[args.command](args)

@@ -15,7 +15,6 @@ import json
 import math
 import pathlib
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,13 +90,10 @@ def logsumexp(x):
 
 # ------------------------------------------------------------------------------------ shared: Pallas
 
-VMEM_MIB = {"v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64, "interpret": 64}  # fast memory per core
+# Fast memory per core, less an eighth for the compiler.
+VMEM_MIB = {"v5e": 112, "v5p": 56, "v6e": 112, "tpu7x": 56, "interpret": 56}
 TABLE_FILE = pathlib.Path(__file__).with_name("tuned_blocks.json")  # bench.py tune writes it
 TABLE = json.loads(TABLE_FILE.read_text()) if TABLE_FILE.exists() else {}
-
-
-def vmem_bytes(chip):
-    return VMEM_MIB[chip] * 2 ** 20 * 7 // 8  # the rest is the compiler's
 
 
 def lanes(chip):
@@ -132,25 +128,23 @@ def fit_blocks(cls, given, op, shapes, chip, allowed, vmem):
             sizes = allowed(blocks)[i]  # parts of a block depend on the block
             fitting = next((s for s in sizes if s <= size), None)
             if fitting is None or given and fitting != min(size, sizes[0]):
-                raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {lanes(chip)} (rows: 16) that "
+                raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {lanes(chip)} (rows: 32) that "
                                   f"divides its axis, one of {', '.join(map(str, sizes[:6]))}")
             blocks = replace(blocks, **{field: fitting})
-        over = [(kernel, *use) for kernel, use in vmem(blocks).items() if use[0] > vmem_bytes(chip)]
-        if not over:
+        kernel, (use, fields) = max(vmem(blocks).items(), key=lambda item: item[1][0])
+        if use <= VMEM_MIB[chip] * 2 ** 20:
             return blocks
-        kernel, use, fields = over[0]
-        widest = max(fields, key=lambda field: getattr(blocks, field))
-        sizes, size = allowed(blocks)[list(blocks.__dict__).index(widest)], getattr(blocks, widest)
-        smaller = [s for s in sizes if s <= size // 2]
+        widest = max(fields, key=blocks.__dict__.get)
+        smaller = [s for s in allowed(blocks)[list(blocks.__dict__).index(widest)] if s <= blocks.__dict__[widest] // 2]
         if given or not smaller:
-            raise KernelError(f"{blocks}: {kernel} takes {use / 2**20:.1f} MiB of VMEM, {chip} has "
-                              f"{vmem_bytes(chip) / 2**20:.0f} MiB for it")
+            raise KernelError(f"{blocks}: {kernel} takes {use / 2**20:.1f} MiB of VMEM, {chip} has {VMEM_MIB[chip]} MiB for it")
         blocks = replace(blocks, **{widest: smaller[0]})
 
 
 def call(kernel, name, grid, sequential, scalars, inputs, outputs, scratch, chip):
     """pl.pallas_call as all kernels here use it. The last `sequential` axes of the grid run in order. scalars: known before the
-    blocks, whose index maps read them. inputs: (array, BlockSpec), outputs: (shape, dtype, BlockSpec), scratch: fp32 shapes."""
+    blocks, whose index maps read them. inputs: (array, BlockSpec), outputs: (shape, dtype, BlockSpec), scratch: fp32 shapes.
+    No checks of the blocks' addresses: index maps here stay within their arrays, and checks cost a step 60 bundles of 160."""
     return pl.pallas_call(
         kernel, name=name, interpret=chip == "interpret",
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -159,7 +153,7 @@ def call(kernel, name, grid, sequential, scalars, inputs, outputs, scratch, chip
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential,
-            vmem_limit_bytes=vmem_bytes(chip)))(*scalars, *(array for array, _ in inputs))
+            vmem_limit_bytes=VMEM_MIB[chip] * 2 ** 20, disable_bounds_checks=True))(*scalars, *(array for array, _ in inputs))
 
 
 NN, NT, TN = (1, 0), (1, 1), (0, 0)  # the dimensions that x @ y, x @ y.T, x.T @ y sum over
@@ -269,7 +263,7 @@ def splash_backward_reference(g, q, k, v, segment_ids, out, lse, causal, window,
 #
 # Where the cycles go (tpu7x, a block of 1024 × 1024 at head dimension 128, which fills half of the 256 × 256 matrix units):
 # forward 2,245 bundles for 2,048 cycles of the MXU, 1,560 of vector operations and 1,030 of exp; backward 4,078 bundles under
-# 5,120 cycles of the MXU, which bounds it. A masked block takes 2,802 and 5,120. JAX's own: 3,295 and 5,318 bundles.
+# 5,120 cycles of the MXU, which bounds it. A masked block takes 2,802 and 5,120. JAX's own: 3,346 and 5,318 bundles.
 
 
 @dataclass(frozen=True)
@@ -550,49 +544,47 @@ def cross_entropy_backward_reference(g, x, weight, targets, lse, ignore_index, z
 
 # Fused linear cross-entropy in Pallas.
 #
-# As in attention, logits are kept transposed, vocabulary down the sublanes: what belongs to a token is a row
-# (1, tokens). The backward pass computes the logits twice, once for each gradient: one kernel for both would
-# have to keep the sum of one of them in HBM.
+# As in attention, logits are kept transposed, vocabulary down the sublanes: what belongs to a token is a row (1, tokens). Only
+# dw, which is dx with words and tokens exchanged, has them upright: a product's sum then runs down the sublanes of both its
+# sides, 1.4 times as fast. The backward pass computes the logits twice, once for each gradient: one kernel for both would have
+# to keep the sum of one of them in HBM.
 #
 # Where the cycles go (tpu7x, 512 tokens × 512 words at D = 4096): forward 3,655 bundles, with the softmax, under 4,096 cycles of
-# the MXU, which bounds it; dx and dw 8,192 of the MXU. Small blocks wait for the fp32 sums: 256 × 128 reaches 25 % of the peak.
+# the MXU, which bounds it; dx 7,001 and dw 6,700 under 8,192, of which 6,144 are for matmuls that one has to do. Small blocks
+# wait for the fp32 sums: 256 × 128 reaches 25 % of the peak. At D = 16,384, 256 × 512 in 4 pieces 71 %, whole ones at most 38 %.
 
 
 @dataclass(frozen=True)
 class CrossEntropyBlocks:
-    """A grid step holds the logits of `vocab` words for `tokens` tokens, over the whole width of the model. All weights are
-    read once for each block of tokens (dw: all tokens for each block of words), so small ones wait for memory."""
+    """A grid step holds the logits of `vocab` words for `tokens` tokens. All weights are read once for each block of tokens (dw:
+    all tokens for each block of words), so small ones wait for memory. A gradient keeps the whole width of one side and its
+    sum in VMEM; what it walks over comes in pieces of *_width and is read twice, unless that is all of the width."""
 
     tokens: int = 1024
     vocab: int = 512
     dx_tokens: int = 1024
     dx_vocab: int = 512
+    dx_width: int = 8192
     dw_tokens: int = 512
     dw_vocab: int = 1024
+    dw_width: int = 8192
 
 
 def cross_entropy_blocks(given, x, weight, chip):
     (N, D), V, size = x.shape, weight.shape[0], x.dtype.itemsize
-    sizes = [cuts(n, lanes(chip), divide=False) for n in (N, V)] * 3
+    tokens, words, widths = *(cuts(n, lanes(chip), divide=False) for n in (N, V)), [D, *cuts(D, lanes(chip))]
 
     def vmem(b):
-        def gradient(outer, inner):  # one outer and two inner blocks (one arriving), the output twice, its accumulator; then
-            # what the compiler was seen to take for tiles of logits and a part of the masked inner block
-            return D * (size * (3 * outer + 2 * inner) + 4 * outer) + 28 * outer * inner + D * size * inner // 4
+        def gradient(outer, inner, width):  # one outer and two inner blocks (one arriving), the output twice, its accumulator;
+            # then what the compiler was seen to take for tiles of logits and a part of the masked inner block
+            return D * outer * (3 * size + 4) + width * inner * (2 * size + size / 4) + 28 * outer * inner
 
         return {"forward": (D * size * (b.tokens + 2 * b.vocab) + 16 * b.tokens * b.vocab, ("tokens", "vocab")),
-                "dx": (gradient(b.dx_tokens, b.dx_vocab), ("dx_tokens", "dx_vocab")),
-                "dw": (gradient(b.dw_vocab, b.dw_tokens), ("dw_tokens", "dw_vocab"))}
+                "dx": (gradient(b.dx_tokens, b.dx_vocab, b.dx_width), ("dx_tokens", "dx_vocab")),
+                "dw": (gradient(b.dw_vocab, b.dw_tokens, b.dw_width), ("dw_tokens", "dw_vocab"))}
 
-    return fit_blocks(CrossEntropyBlocks, given, "linear_cross_entropy", (x.shape, weight.shape), chip, lambda b: sizes, vmem)
-
-
-def logit_tile(x_ref, w_ref, first_word, multiplier, softcap):
-    """-> logits (words, tokens) fp32 and the words' numbers (words, 1). The last tile may reach behind the
-    vocabulary's end, into memory that holds anything: callers mask it, products with it too since 0 * NaN is NaN."""
-    z = multiplier * dot(w_ref[...], x_ref[...], NT)
-    word = first_word + lax.broadcasted_iota(jnp.int32, (w_ref.shape[0], 1), 0)
-    return softcap * jnp.tanh(z / softcap) if softcap else z, word
+    return fit_blocks(CrossEntropyBlocks, given, "linear_cross_entropy", (x.shape, weight.shape), chip,
+                      lambda b: [tokens, words, tokens, words, widths, tokens, words, widths], vmem)
 
 
 def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l_ref, *, vocab, multiplier, softcap):
@@ -604,7 +596,7 @@ def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l
         m_ref[...] = jnp.full_like(m_ref, MASKED)
         zero(l_ref, picked_ref)
 
-    z, word = logit_tile(x_ref, w_ref, tile * w_ref.shape[0], multiplier, softcap)
+    z, word = scale_logits(dot(w_ref[...], x_ref[...], NT), multiplier, softcap), numbers(w_ref.shape[0], 0, tile)
     z = jnp.where(word < vocab, z, MASKED)
     m = jnp.maximum(m_ref[...], z.max(0, keepdims=True))
     l_ref[...] = l_ref[...] * jnp.exp(m_ref[...] - m) + jnp.exp(z - m).sum(0, keepdims=True)
@@ -616,42 +608,79 @@ def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l
         lse_ref[...] = m_ref[...] + jnp.log(l_ref[...])
 
 
-def cross_entropy_gradient_kernel(x_ref, w_ref, target_ref, lse_ref, p_ref, hit_ref, out_ref, acc_ref, *, of_words, vocab,
-                                  multiplier, softcap):
-    """dx: grid (tokens, vocabulary), acc_ref (tokens, D) sums over the vocabulary. dw (of_words): grid (vocabulary, tokens),
-    acc_ref (words, D) sums over the tokens. p_ref and hit_ref (1, tokens): what the loss's gradient multiplies the
-    probabilities and the target's 1 with."""
-    tile = pl.program_id(1)
-    pl.when(tile == 0)(lambda: zero(acc_ref))
-    z, word = logit_tile(x_ref, w_ref, pl.program_id(0 if of_words else 1) * w_ref.shape[0], multiplier, softcap)
-    dz = jnp.exp(z - lse_ref[...]) * p_ref[...] - jnp.where(word == target_ref[...], hit_ref[...], 0)
-    dz = dz * (1 - (z / softcap) ** 2) if softcap else dz
-    dz = jnp.where(word < vocab, dz * multiplier, 0).astype(x_ref.dtype)  # (words, tokens)
-    if of_words:
-        acc_ref[...] += dot(dz, x_ref[...], NN)
-    else:
-        acc_ref[...] += dot(dz, jnp.where(word < vocab, w_ref[...], 0), TN)
+def scale_logits(z, multiplier, softcap):
+    z = multiplier * z
+    return softcap * jnp.tanh(z / softcap) if softcap else z
 
-    @pl.when(tile == pl.num_programs(1) - 1)
+
+def numbers(words, axis, tile):
+    """A tile's words along an axis. The last tile may reach behind the vocabulary's end, into memory that holds anything: it is
+    masked, and products with it too since 0 * NaN is NaN."""
+    return tile * words + lax.broadcasted_iota(jnp.int32, (words, 1) if axis == 0 else (1, words), axis)
+
+
+def cross_entropy_gradient_kernel(outer_ref, inner_ref, target_ref, lse_ref, p_ref, hit_ref, out_ref, acc_ref, z_ref=None, *,
+                                  of_words, vocab, multiplier, softcap):
+    """dx: outer blocks of tokens, inner ones of words. dw (of_words): the other way round. acc_ref (outer rows, D) sums over the
+    inner blocks' rows, which run down the sublanes of the logits. p_ref and hit_ref (1, tokens): what the loss's gradient
+    multiplies the probabilities and the target's 1 with. An inner block in pieces comes forth to sum the logits in z_ref, then
+    back, its last piece being there already, for the product with their gradient."""
+    tile, step, steps, width = pl.program_id(1), pl.program_id(2), pl.num_programs(2), inner_ref.shape[1]
+    pieces = acc_ref.shape[1] // width
+    start = 0 if pieces == 1 else pl.multiple_of(jnp.minimum(step, 2 * pieces - 1 - step) * width, width)
+    columns = pl.ds(start, width)
+    words = outer_ref.shape[0] if of_words else inner_ref.shape[0]
+    word = numbers(words, int(of_words), pl.program_id(0 if of_words else 1))
+    pl.when((tile == 0) & (step == 0))(lambda: zero(acc_ref))
+
+    def product():
+        return dot(inner_ref[...], outer_ref[:, columns], NT)
+
+    def gradient(z):
+        z = scale_logits(z, multiplier, softcap)
+        target, lse, p, hit = (ref[...].T if of_words else ref[...] for ref in (target_ref, lse_ref, p_ref, hit_ref))
+        dz = multiplier * (jnp.exp(z - lse) * p - jnp.where(word == target, hit, 0))
+        dz = dz * (1 - (z / softcap) ** 2) if softcap else dz
+        return dz if of_words else jnp.where(word < vocab, dz, 0)
+
+    def add(dz):
+        inner = inner_ref[...] if of_words else jnp.where(word < vocab, inner_ref[...], 0)
+        acc_ref[:, columns] += dot(dz.astype(inner.dtype), inner, TN)
+
+    def first_sum():
+        z_ref[...] = gradient(z_ref[...])
+        add(z_ref[...])
+
+    def put(z):
+        z_ref[...] = z
+
+    if pieces == 1:
+        add(gradient(product()))
+    else:
+        pl.when(step == 0)(lambda: put(product()))
+        pl.when((step > 0) & (step < pieces))(lambda: put(z_ref[...] + product()))
+        pl.when(step == pieces)(first_sum)
+        pl.when(step > pieces)(lambda: add(z_ref[...]))
+
+    @pl.when((tile == pl.num_programs(1) - 1) & (step == steps - 1))
     def _():
         out_ref[...] = acc_ref[...].astype(out_ref.dtype)
 
 
-def cross_entropy_call(kernel, name, x, weight, rows, outputs, scratch, tokens, vocab, chip, of_words=False, **options):
-    """A kernel over the grid (tokens, vocabulary), or the other way round. rows: arrays of a number a token, (N,).
-    outputs: "row" (1, N) fp32, "x" or "w", like these. Tokens are padded with zeros to whole blocks."""
-    n, (V, D), (token, word) = -(-len(x) // tokens) * tokens, weight.shape, (1, 0) if of_words else (0, 1)
+def cross_entropy_call(kernel, name, x, weight, rows, outputs, scratch, tokens, vocab, width, chip, of_words=False, **options):
+    """A kernel over the grid (outer blocks, inner blocks, their pieces forth and back). The outer ones are of tokens, or of
+    words. rows: arrays of a number a token, (N,). outputs: "row" (1, N) fp32 or "outer". Tokens are padded to whole blocks."""
+    n, D, steps = -(-len(x) // tokens) * tokens, x.shape[1], 1 if width == x.shape[1] else 2 * x.shape[1] // width
     x, *rows = (jnp.pad(a, [(0, n - len(a))] + [(0, 0)] * (a.ndim - 1)) for a in (x, *rows))
-
-    def spec(size, axis, buffers=2):
-        return pl.BlockSpec((size, D), lambda *at: (at[axis], 0), pipeline_mode=pl.Buffered(buffers))
-
-    row = pl.BlockSpec((1, tokens), lambda *at: (0, at[token]))
-    kinds = {"row": ((1, n), jnp.float32, row), "x": (x.shape, x.dtype, spec(tokens, token)),
-             "w": (weight.shape, weight.dtype, spec(vocab, word))}
-    grid = (pl.cdiv(V, vocab), n // tokens) if of_words else (n // tokens, pl.cdiv(V, vocab))
-    inputs = [(x, spec(tokens, token, 1 + token)), (weight, spec(vocab, word, 1 + word))]  # outer blocks stay: one buffer
-    return call(functools.partial(kernel, vocab=V, **options), name, grid, 1, (), inputs + [(r[None], row) for r in rows],
+    (outer, size), (inner, inner_size) = [(weight, vocab), (x, tokens)] if of_words else [(x, tokens), (weight, vocab)]
+    row = pl.BlockSpec((1, tokens), lambda i, j, s: (0, j if of_words else i))
+    inputs = [(outer, pl.BlockSpec((size, D), lambda i, j, s: (i, 0), pipeline_mode=pl.Buffered(1))),  # stays: one buffer
+              (inner, pl.BlockSpec((inner_size, width), lambda i, j, s: (j, jnp.minimum(s, steps - 1 - s)))),
+              *((r[None], row) for r in rows)]
+    kinds = {"row": ((1, n), jnp.float32, row),
+             "outer": (outer.shape, outer.dtype, pl.BlockSpec((size, D), lambda i, j, s: (i, 0)))}
+    return call(functools.partial(kernel, vocab=len(weight), **options), name,
+                (pl.cdiv(len(outer), size), pl.cdiv(len(inner), inner_size), steps), 2, (), inputs,
                 [kinds[kind] for kind in outputs], scratch, chip)
 
 
@@ -659,7 +688,7 @@ def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, s
     b, N, valid = cross_entropy_blocks(blocks, x, weight, chip), len(x), targets != ignore_index
     lse, picked = cross_entropy_call(
         cross_entropy_kernel, "linear_cross_entropy", x, weight, [jnp.where(valid, targets, -1)], ["row", "row"],
-        [(1, b.tokens)] * 2, b.tokens, b.vocab, chip, multiplier=multiplier, softcap=softcap)
+        [(1, b.tokens)] * 2, b.tokens, b.vocab, x.shape[1], chip, multiplier=multiplier, softcap=softcap)
     lse, picked = lse[0, :N], picked[0, :N]
     return jnp.where(valid, lse - picked + z_loss * lse ** 2, 0), lse
 
@@ -667,12 +696,15 @@ def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, s
 def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap, blocks, chip):
     b, (N, D) = cross_entropy_blocks(blocks, x, weight, chip), x.shape
     hit = jnp.where(targets != ignore_index, g, 0)
-    dx, dw = (cross_entropy_call(
-        functools.partial(cross_entropy_gradient_kernel, of_words=of_words), f"linear_cross_entropy_d{out}", x, weight,
-        [targets, lse, hit * (1 + 2 * z_loss * lse), hit], [out], [(vocab if of_words else tokens, D)], tokens, vocab, chip,
-        of_words, multiplier=multiplier, softcap=softcap)[0] for out, tokens, vocab, of_words in (
-            ("x", b.dx_tokens, b.dx_vocab, False), ("w", b.dw_tokens, b.dw_vocab, True)))
-    return dx[:N], dw
+
+    def gradient(of_words, tokens, vocab, width):
+        (outer, inner), name = (vocab, tokens) if of_words else (tokens, vocab), "linear_cross_entropy_d" + "xw"[of_words]
+        return cross_entropy_call(
+            functools.partial(cross_entropy_gradient_kernel, of_words=of_words), name, x, weight,
+            [targets, lse, hit * (1 + 2 * z_loss * lse), hit], ["outer"], [(outer, D)] + [(inner, outer)] * (width < D),
+            tokens, vocab, width, chip, of_words, multiplier=multiplier, softcap=softcap)[0]
+
+    return gradient(False, b.dx_tokens, b.dx_vocab, b.dx_width)[:N], gradient(True, b.dw_tokens, b.dw_vocab, b.dw_width)
 
 
 LOSS = torch_op(
@@ -706,93 +738,67 @@ def paired_grouped_matmul(x, gate, up, group_sizes):
 
 
 def check_grouped(name, x, weights, group_sizes):
-    for w in weights:
-        if x.ndim != 2 or w.shape != weights[0].shape or w.shape[:2] != (*group_sizes.shape, x.shape[1]):
-            raise KernelError(f"{name}: x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}, group_sizes "
-                              f"{tuple(group_sizes.shape)}: want (N, D), (E, D, F), (E,)")
+    if x.ndim != 2 or any(w.shape != weights[0].shape or w.shape[:2] != (*group_sizes.shape, x.shape[1]) for w in weights):
+        raise KernelError(f"{name}: x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}, group_sizes "
+                          f"{tuple(group_sizes.shape)}: want (N, D), (E, D, F), (E,)")
 
 
-# A matmul over groups cuts rows into tiles at fixed places. A group's rows lie in some tiles, and a tile on a border holds
-# rows of several groups: one visit for each group and each tile that it lies in. Which ones is data.
+def group_tiles(group_sizes, n):
+    """The references' tiles of up to 128 rows, each of one group -> how many, and each one's group, first row and its group's
+    end. There are as many as any sizes may need, since XLA compiles for shapes: the last ones have no rows."""
+    rows, ends = min(128, n), group_sizes.cumsum(0)
+    count = -(-group_sizes // rows)
+    last, tile = count.cumsum(0), arange(0, n // rows + len(group_sizes), group_sizes)
+    group = (tile[:, None] >= last).sum(1).clip(max=len(group_sizes) - 1)
+    return last[-1], group, (ends - group_sizes)[group] + (tile - (last - count)[group]) * rows, ends[group]
 
 
-def visits(group_sizes, n, rows, every_group):
-    """-> how many, and for each visit its group, tile of rows, and where in the tile the group begins and ends.
-
-    The rows behind the last group count as one more group, len(group_sizes). every_group: that one is left
-    out, and empty groups are visited once too.
-    """
-    sizes = group_sizes if every_group else jnp.append(group_sizes, n - group_sizes.sum())
-    ends = jnp.cumsum(sizes)
-    starts = ends - sizes
-    tiles = pl.cdiv(n, rows)
-    first = jnp.minimum(starts // rows, tiles - 1)
-    count = jnp.where(sizes > 0, pl.cdiv(ends, rows) - first, int(every_group))
-    last = jnp.cumsum(count)
-    visit = jnp.arange(tiles + len(group_sizes))  # a border adds one visit; some of these remain unused
-    group = jnp.minimum(jnp.searchsorted(last, visit, side="right"), len(sizes) - 1)
-    tile = jnp.minimum(first[group] + visit - (last - count)[group], tiles - 1)
-    begin, end = (x[group] - tile * rows for x in (starts, ends))
-    return last[-1], [x.astype(jnp.int32) for x in (group, tile, begin, end)]
+def gather_tiles(x, first, end):
+    """torch: -> numbers of the tiles' rows (tiles, rows), N for none, and the rows of x (tiles, rows, D), 0 for none."""
+    index = first[:, None] + arange(0, min(128, len(x)), x)
+    index = torch.where(index < end[:, None], index, len(x))
+    return index, F.pad(x, (0, 0, 0, 1))[index]
 
 
-def over_visits(body, arrays, group_sizes, init):
-    """The JAX reference's loop: total = body(total, group, first row, is the row the group's, tile of each array).
+def over_tiles(body, arrays, group_sizes, init):
+    """JAX: total = body(total, group, first row, is the row the group's, tile of each array). A loop: XLA:CPU computes
+    lax.ragged_dot as one masked full-size matmul per expert, E times the flops."""
+    N, rows, (n_tiles, group, first, end) = len(arrays[0]), min(128, len(arrays[0])), group_tiles(group_sizes, len(arrays[0]))
 
-    XLA:CPU computes lax.ragged_dot as one masked full-size matmul per expert, E times the flops.
-    """
-    n, rows = len(arrays[0]), min(128, len(arrays[0]))
-    arrays = [jnp.pad(x, ((0, -n % rows), (0, 0))) for x in arrays]
-    n_visits, (group, tile, begin, end) = visits(group_sizes, n, rows, every_group=True)
+    def tile(i, total):
+        start = jnp.minimum(first[i], N - rows)
+        row = start + jnp.arange(rows)[:, None]
+        tiles = [lax.dynamic_slice_in_dim(x, start, rows) for x in arrays]
+        return body(total, group[i], start, (first[i] <= row) & (row < end[i]), *tiles)
 
-    def visit(i, total):
-        row = jnp.arange(rows)[:, None]
-        tiles = [lax.dynamic_slice_in_dim(x, tile[i] * rows, rows) for x in arrays]
-        return body(total, group[i], tile[i] * rows, (begin[i] <= row) & (row < end[i]), *tiles)
-
-    return lax.fori_loop(0, n_visits, visit, init)
-
-
-def group_tiles(x, group_sizes):
-    """Rows of x in tiles that belong to one expert each, as many as any sizes may need: torch_xla too compiles for shapes.
-
-    -> each tile's expert (tiles,), its rows' numbers (tiles, rows), N for none, and the rows (tiles, rows, D), 0 for none.
-    """
-    N, E, rows = x.shape[0], len(group_sizes), min(128, x.shape[0])
-    count, end = -(-group_sizes // rows), group_sizes.cumsum(0)
-    last = count.cumsum(0)
-    tile = torch.arange(N // rows + E, device=x.device)
-    expert = (tile[:, None] >= last).sum(1).clamp(max=E - 1)
-    first = (end - group_sizes)[expert] + (tile - (last - count)[expert]) * rows
-    index = first[:, None] + torch.arange(rows, device=x.device)
-    index = torch.where(index < end[expert][:, None], index, N)
-    return expert, index, F.pad(x, (0, 0, 0, 1))[index]
+    return lax.fori_loop(0, n_tiles, tile, init)
 
 
 def grouped_reference(x, w, group_sizes):
     if lib(x) is torch:
-        expert, index, tiles = group_tiles(x, group_sizes)
-        return x.new_zeros(len(x) + 1, w.shape[2]).index_put((index,), tiles @ w[expert])[:-1]
+        _, group, first, end = group_tiles(group_sizes, len(x))
+        index, tiles = gather_tiles(x, first, end)
+        return x.new_zeros(len(x) + 1, w.shape[2]).index_put((index,), tiles @ w[group])[:-1]
 
-    def add(y, group, first, own, x):
-        new = jnp.where(own, x @ w[group], lax.dynamic_slice_in_dim(y, first, len(x)))
-        return lax.dynamic_update_slice_in_dim(y, new, first, 0)
+    def write(y, group, start, own, x):
+        old = lax.dynamic_slice_in_dim(y, start, len(x))
+        return lax.dynamic_update_slice_in_dim(y, jnp.where(own, x @ w[group], old), start, 0)
 
-    padded = len(x) + -len(x) % min(128, len(x))
-    return over_visits(add, [x], group_sizes, jnp.zeros((padded, w.shape[2]), x.dtype))[:len(x)]
+    return over_tiles(write, [x], group_sizes, jnp.zeros((len(x), w.shape[2]), x.dtype))
 
 
 def grouped_weights_reference(x, g, group_sizes):
     """x[rows of e].T @ g[rows of e] -> (E, D, F) in x's dtype."""
     if lib(x) is torch:
-        (expert, _, x), (_, _, g) = group_tiles(x, group_sizes), group_tiles(g, group_sizes)
+        _, group, first, end = group_tiles(group_sizes, len(x))
+        x, g = (gather_tiles(t, first, end)[1] for t in (x, g))
         y = x.float().mT @ g.float()
-        return y.new_zeros(len(group_sizes), *y.shape[1:]).index_add(0, expert, y).to(g.dtype)
+        return y.new_zeros(len(group_sizes), *y.shape[1:]).index_add(0, group, y).to(g.dtype)
 
-    def add(dw, group, first, own, x, g):
+    def add(dw, group, start, own, x, g):
         return dw.at[group].add(dot(jnp.where(own, x, 0), jnp.where(own, g, 0), TN))
 
-    return over_visits(add, [x, g], group_sizes, jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]))).astype(x.dtype)
+    return over_tiles(add, [x, g], group_sizes, jnp.zeros((len(group_sizes), x.shape[1], g.shape[1]))).astype(x.dtype)
 
 
 def grouped_gradients_reference(x, gs, ws, group_sizes):
@@ -818,14 +824,16 @@ def silu_backward(g, a, b):
 
 # Grouped matmuls in Pallas.
 #
-# The grid's visits are computed by XLA and prefetched as scalars, from which the block specs pick what to fetch. A
-# group's visits follow each other, so its weights are fetched once and stay. The contraction (D forward, F for dx) is
-# never cut: no accumulator is read, added to and written between blocks, and the matrix unit's own accumulation runs
-# on. Hence also one visit writes one block.
+# Rows are cut into tiles at fixed places. A group's rows lie in some of them, and a tile on a border holds rows of several
+# groups: the grid makes one visit for each group and each tile that it lies in. XLA computes which, as that is data, and they are
+# prefetched as scalars, from which the block specs pick what to fetch. A group's visits follow each other, so its weights are
+# fetched once and stay. The contraction (D forward, F for dx) is never cut: no accumulator is read, added to and written
+# between blocks, and the matrix unit's own accumulation runs on. Hence also one visit writes one block.
 #
 # Where the cycles go (tpu7x, 256 rows, D = 2048, F = 768; JAX's megablox in brackets): forward 1,193 bundles (1,317), dx 1,284
-# (1,325), both under 1,536 cycles of the MXU, which bounds them; dw 1,623 (1,987). A visit adds 150 for the grid, a group's end
-# in dw 1,470 to transpose the sums where F < D. Pair: 2,530 under 3,072; silu's arithmetic shows as 140.
+# (1,325), both under 1,536 cycles of the MXU, which bounds them; half a tile 855 and 983 over 768, as its rows are few for the
+# weights that must be loaded. dw 1,623 (1,987), and at a group's end 1,470 to transpose the sums where F < D. The grid adds 104
+# to a visit (116). Pair: 2,530 under 3,072; silu's arithmetic shows as 140.
 
 
 @dataclass(frozen=True)
@@ -846,7 +854,7 @@ def grouped_blocks(given, x, weights, chip):
     (n, D), F, size, pair = x.shape, weights[0].shape[2], x.dtype.itemsize, len(weights)
     if {x.dtype, *(w.dtype for w in weights)} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float32)}):
         raise KernelError(f"grouped_matmul: x is {x.dtype} and the weights {weights[0].dtype}: want both bfloat16 or float32")
-    rows, d, f = cuts(n, 16, divide=False), *(sorted({n, *cuts(n, lanes(chip))}, reverse=True) for n in (D, F))
+    rows, d, f = cuts(n, 32, divide=False), *(sorted({n, *cuts(n, lanes(chip))}, reverse=True) for n in (D, F))
 
     def vmem(b):  # each block twice, so that the next one's copy runs under this one's arithmetic; results in fp32
         forward = 2 * size * (b.rows * D + pair * D * b.columns + (2 * pair - 1) * b.rows * b.columns)
@@ -860,47 +868,74 @@ def grouped_blocks(given, x, weights, chip):
     return fit_blocks(GroupedBlocks, given, op, (x.shape, weights[0].shape), chip, lambda b: [rows, f, rows, d, rows, d, f], vmem)
 
 
-def multiply(xs, ws):
-    """x @ w, or of a pair silu(x @ gate) * (x @ up) and both products."""
-    ys = [dot(xs[0], w) for w in ws]
-    half = 0.5 * ys[0]
-    return ys if len(ys) == 1 else [(half * jnp.tanh(half) + half) * ys[1], *ys]
+WHOLE, LOWER, UPPER, NOTHING = range(4)  # what a visit multiplies of its tile
 
 
-def multiply_transposed(xs, ws):
-    return [sum(dot(x, w, NT) for x, w in zip(xs, ws))]
+def visits(group_sizes, n, rows, every_group):
+    """-> how many, and for each visit its group, tile, where in the tile the group begins and ends, and in which half it lies.
+
+    The rows behind the last group count as one more group, len(group_sizes), of which there is NOTHING to multiply.
+    every_group: that one is left out, and empty groups are visited once too.
+    """
+    sizes = group_sizes if every_group else jnp.append(group_sizes, n - group_sizes.sum())
+    groups, tiles = jnp.arange(len(sizes)), pl.cdiv(n, rows)
+
+    def cumsum(x):  # Sums over masks, here and below: XLA makes jnp.cumsum, searchsorted and x[group] some 70 programs one
+        # after the other, of 2,300 cycles each by its own estimate. These are 9.
+        return jnp.where(groups <= groups[:, None], x, 0).sum(1)
+
+    ends = cumsum(sizes)
+    starts = ends - sizes
+    first = jnp.minimum(starts // rows, tiles - 1)
+    count = jnp.where(sizes > 0, pl.cdiv(ends, rows) - first, int(every_group))
+    last = cumsum(count)
+    visit = jnp.arange(tiles + len(group_sizes))[:, None]  # a border adds one visit; some of these remain unused
+    own = (last - count <= visit) & (visit < last)
+    group, tile, start, end = (jnp.where(own, x, 0).sum(1) for x in (groups, first + visit - (last - count), starts, ends))
+    begin, end = start - tile * rows, end - tile * rows
+    part = jnp.where(end <= rows // 2, LOWER, jnp.where(begin >= rows // 2, UPPER, WHOLE))
+    part = jnp.where(group < len(group_sizes), part, NOTHING)
+    return last[-1], [x.astype(jnp.int32) for x in (group, tile, begin, end, part)]
 
 
-def grouped_kernel(group, expert, tile, begin, *refs, compute, n_x, n_w, n_groups):
-    """One visit: compute(x's rows, the group's weights) -> the results' rows. Those behind the group's end are
-    written too: the next group's visit writes over them."""
+def grouped_kernel(expert, tile, begin, part, *refs, transposed, n_x, n_w):
+    """One visit writes x @ w of the tile, or of the half that holds all of the group's rows. A pair: silu(x @ gate) * (x @ up)
+    and both products. transposed: the sum of x @ w.T. Rows behind the group's end are written too, before the next visit."""
     xs, ws, outs = refs[:n_x], refs[n_x:n_x + n_w], refs[n_x + n_w:]
-    visit = pl.program_id(1)
+    visit, half = pl.program_id(1), xs[0].shape[0] // 2
+    whole, own_half = pl.ds(0, 2 * half), pl.ds(pl.multiple_of(jnp.where(part[visit] == UPPER, half, 0), half), half)
 
-    def write(results):
-        own = lax.broadcasted_iota(jnp.int32, outs[0].shape, 0) >= begin[visit]
+    def multiply(rows):
+        if transposed:
+            return [sum(dot(x[rows, :], w[...], NT) for x, w in zip(xs, ws))]
+        ys = [dot(xs[0][rows, :], w[...]) for w in ws]
+        z = 0.5 * ys[0]
+        return ys if n_w == 1 else [(z * jnp.tanh(z) + z) * ys[1], *ys]
+
+    def write(rows, results):
+        own = rows.start + lax.broadcasted_iota(jnp.int32, (rows.size, outs[0].shape[1]), 0) >= begin[visit]
         for out, y in zip(outs, results):  # select in fp32: bf16 masks are packed, slower to make
-            out[...] = jnp.where(own, y, out[...].astype(jnp.float32)).astype(out.dtype)
+            out[rows, :] = jnp.where(own, y, out[rows, :].astype(jnp.float32)).astype(out.dtype)
 
-    lax.cond(group[visit] < n_groups, lambda: write(compute([x[...] for x in xs], [w[...] for w in ws])),
-             lambda: write([0.0] * len(outs)))  # behind the last group
+    pl.when(part[visit] == WHOLE)(lambda: write(whole, multiply(whole)))
+    pl.when((part[visit] == LOWER) | (part[visit] == UPPER))(lambda: write(own_half, multiply(own_half)))
+    pl.when(part[visit] == NOTHING)(lambda: write(whole, [0.0] * len(outs)))
 
 
-def grouped_call(compute, name, xs, ws, group_sizes, n_outs, rows, columns, chip):
-    """compute for every visit and block of columns. Transposed weights are read as they lie, (columns, K)."""
-    (n, K), transposed, E = xs[0].shape, compute is multiply_transposed, len(group_sizes)
-    width = ws[0].shape[1 if transposed else 2]
-    n_visits, (group, tile, begin, _) = visits(group_sizes, n, rows, every_group=False)
-    expert = jnp.minimum(group, E - 1)  # whose weights to hold, behind the last group too
+def grouped_call(name, xs, ws, group_sizes, n_outs, rows, columns, chip, transposed=False):
+    """grouped_kernel for every visit and block of columns. Transposed weights are read as they lie, (columns, K)."""
+    (n, K), width = xs[0].shape, ws[0].shape[1 if transposed else 2]
+    n_visits, (group, tile, begin, _, part) = visits(group_sizes, n, rows, every_group=False)
+    expert = jnp.minimum(group, len(group_sizes) - 1)  # whose weights to hold, behind the last group too
 
-    def weights_at(column, visit, group, expert, *_):
+    def weights_at(column, visit, expert, *_):
         return (expert[visit], column, 0) if transposed else (expert[visit], 0, column)
 
-    x_rows = pl.BlockSpec((rows, K), lambda c, v, group, expert, tile, _: (tile[v], 0))
+    x_rows = pl.BlockSpec((rows, K), lambda c, v, expert, tile, *_: (tile[v], 0))
     weights = pl.BlockSpec((None, columns, K) if transposed else (None, K, columns), weights_at)
-    out = pl.BlockSpec((rows, columns), lambda c, v, group, expert, tile, _: (tile[v], c))
-    return call(functools.partial(grouped_kernel, compute=compute, n_x=len(xs), n_w=len(ws), n_groups=E), name,
-                (width // columns, n_visits), 1, (group, expert, tile, begin),
+    out = pl.BlockSpec((rows, columns), lambda c, v, expert, tile, *_: (tile[v], c))
+    return call(functools.partial(grouped_kernel, transposed=transposed, n_x=len(xs), n_w=len(ws)), name,
+                (width // columns, n_visits), 1, (expert, tile, begin, part),
                 [*((x, x_rows) for x in xs), *((w, weights) for w in ws)], [((n, width), xs[0].dtype, out)] * n_outs, [], chip)
 
 
@@ -919,12 +954,11 @@ def weights_kernel(group, tile, begin, end, x, *refs):
         mine = (row >= begin[visit]) & (row < end[visit])
         return jnp.where(mine, f32(ref[...]), 0).astype(ref.dtype)
 
-    def product(g):
-        return dot(own(g), own(x), TN) if flipped else dot(own(x), own(g), TN)
-
     def add(first):
         for total, g in zip(sums, gs):
-            total[...] = product(g) if first else total[...] + product(g)
+            left, right = (g, x) if flipped else (x, g)
+            product = dot(own(left), own(right), TN)
+            total[...] = product if first else total[...] + product
 
     pl.when(first_of_group)(lambda: add(first=True))  # of an empty group too: its gradient is zero
     pl.when(~first_of_group)(lambda: add(first=False))
@@ -938,14 +972,14 @@ def weights_kernel(group, tile, begin, end, x, *refs):
 def grouped_pallas(x, ws, group_sizes, blocks, chip):
     b, pair = grouped_blocks(blocks, x, ws, chip), len(ws) == 2
     name, n_outs = ("paired_grouped_matmul", 3) if pair else ("grouped_matmul", 1)
-    return grouped_call(multiply, name, [x], ws, group_sizes, n_outs, b.rows, b.columns, chip)
+    return grouped_call(name, [x], ws, group_sizes, n_outs, b.rows, b.columns, chip)
 
 
 def grouped_gradients_pallas(x, gs, ws, group_sizes, blocks, chip):
     """-> dx, and dw for each of the weights. gs: gradients with respect to x @ w for each of them."""
     b, (n, D), (E, _, F_), name = grouped_blocks(blocks, x, ws, chip), x.shape, ws[0].shape, "paired_" * (len(ws) == 2)
-    dx = grouped_call(multiply_transposed, name + "grouped_matmul_dx", gs, ws, group_sizes, 1, b.dx_rows, b.dx_columns, chip)
-    n_visits, scalars = visits(group_sizes, n, b.dw_rows, every_group=True)
+    dx = grouped_call(name + "grouped_matmul_dx", gs, ws, group_sizes, 1, b.dx_rows, b.dx_columns, chip, transposed=True)
+    n_visits, (*scalars, _) = visits(group_sizes, n, b.dw_rows, every_group=True)
     x_rows = pl.BlockSpec((b.dw_rows, b.dw_d), lambda i, j, v, group, tile, *_: (tile[v], i))
     g_rows = pl.BlockSpec((b.dw_rows, b.dw_f), lambda i, j, v, group, tile, *_: (tile[v], j))
     dw = pl.BlockSpec((None, b.dw_d, b.dw_f), lambda i, j, v, group, *_: (group[v], i, j))

@@ -93,24 +93,27 @@ def test_interpreted_kernels_and_reference_equal_a_loop_over_experts(data):
     n, E = draw(st.sampled_from([16, 40, 64, 75])), draw(st.integers(1, 5))
     D, F_ = draw(st.sampled_from([(8, 24), (24, 8), (256, 384), (128, 256)]))
     cut = lambda size: 128 if size % 128 == 0 else size  # noqa: E731
-    rows = [draw(st.sampled_from([16, 32])) for _ in range(3)]
+    rows = [draw(st.sampled_from([32, 64][:1 + (n > 32)])) for _ in range(3)]
     blocks = GroupedBlocks(rows[0], draw(st.sampled_from([cut(F_), F_])), rows[1], cut(D), rows[2], cut(D), cut(F_))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16]))
-    for seed in range(30 if D < 100 else 4):  # other numbers and group sizes, same program
+    for seed in range(20 if D < 100 else 4):  # other numbers and group sizes, same program
         rng = np.random.default_rng(seed)
         sizes = split(rng, rng.choice([n, n, n // 2]), E)
         check("interpret", sizes, n, D, F_, blocks, dtype, seed)
         check("reference", sizes, n, D, F_, None, dtype, seed)
 
 
-@pytest.mark.parametrize("sizes", [[0, 0, 0], [64, 0, 0], [0, 0, 64], [0, 31, 0], [16, 16, 32], [1, 62, 1], [16, 0, 16]])
-def test_empty_groups_one_group_with_everything_and_borders_on_tiles(sizes):
-    check("interpret", sizes, 64, 24, 40, GroupedBlocks(16, 40, 16, 24, 16, 24, 40))
+@pytest.mark.parametrize("sizes", [
+    [0, 0, 0], [64, 0, 0], [0, 0, 64], [0, 31, 0], [32, 0, 32], [1, 62, 1], [32, 0, 0],
+    [16, 16, 32], [48, 0, 16], [16, 0, 0], [17, 15, 31], [15, 18, 31],  # borders at or beside the half of a tile of 32
+    [3, 7, 30], [20, 6, 6], [40, 4, 0]])  # less than half a tile, in one half or across it; then nobody's rows
+def test_empty_groups_one_group_with_everything_and_borders_on_tiles_and_halves(sizes):
+    check("interpret", sizes, 64, 24, 40, GroupedBlocks(32, 40, 32, 24, 32, 24, 40))
     check("reference", sizes, 64, 24, 40, None)
 
 
 def test_what_lies_behind_the_last_group_does_not_matter():
-    blocks, sizes = GroupedBlocks(16, 16, 16, 16, 16, 16, 16), jnp.array([10, 9], jnp.int32)
+    blocks, sizes = GroupedBlocks(32, 16, 32, 16, 32, 16, 16), jnp.array([10, 9], jnp.int32)
     x, w = np.ones((40, 16), np.float32), np.ones((2, 16, 16), np.float32)
     broken = x.copy()
     broken[19:] = np.nan
@@ -131,9 +134,11 @@ def test_they_equal_ragged_dot_and_megablox():
 
 
 def test_a_tile_is_visited_once_for_each_group_in_it():
-    n_visits, (group, tile, begin, end) = kernels.visits(jnp.array([20, 0, 12, 8]), 48, 16, every_group=False)
+    n_visits, (group, tile, begin, end, part) = kernels.visits(jnp.array([20, 0, 12, 8]), 48, 16, every_group=False)
     visits = [tuple(int(x[i]) for x in (group, tile, begin, end)) for i in range(int(n_visits))]
     assert visits == [(0, 0, 0, 20), (0, 1, -16, 4), (2, 1, 4, 16), (3, 2, 0, 8), (4, 2, 8, 16)]
+    parts = part[:len(visits)].tolist()  # the third group lies in both halves
+    assert parts == [kernels.WHOLE, kernels.LOWER, kernels.WHOLE, kernels.LOWER, kernels.NOTHING]
 
 
 def test_ops_pass_opcheck():
@@ -166,7 +171,7 @@ def test_wrong_shapes_dtypes_and_blocks_raise_before_compiling():
 
     with pytest.raises(ValueError, match=r"columns=512 does not fit: .*, one of 768, 384"):
         multiply(2048, 768, GroupedBlocks(256, 512, 256, 2048, 256, 1024, 768))
-    with pytest.raises(ValueError, match=r"rows=100 does not fit: .*rows: 16"):
+    with pytest.raises(ValueError, match=r"rows=100 does not fit: .*rows: 32"):
         multiply(2048, 768, GroupedBlocks(256, 768, 100, 2048, 256, 1024, 768))
     with pytest.raises(ValueError, match=r"MiB of VMEM"):
         multiply(8192, 8192, GroupedBlocks(256, 8192, 256, 128, 256, 128, 128))

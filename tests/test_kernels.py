@@ -189,7 +189,9 @@ def test_cross_entropy_equals_its_reference_over_random_shapes(data):
     V = draw(st.sampled_from([5, 31, 32, 64, 257]))
     N = draw(st.one_of(st.integers(1, 40), st.just(min(V, 64))))  # N == V: no shape tells which is which
     D = 8 * draw(st.integers(1, 3))
-    blocks = CrossEntropyBlocks(*(draw(st.sampled_from([8, 16, 32])) for _ in range(6)))
+    sizes = [draw(st.sampled_from([8, 16, 32])) for _ in range(6)]
+    widths = [draw(st.sampled_from([8, D])) for _ in range(2)]  # of up to three pieces
+    blocks = CrossEntropyBlocks(*sizes[:4], widths[0], *sizes[4:], widths[1])
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16]))
     options = (-100, draw(st.sampled_from([0.0, 1e-2])), draw(st.sampled_from([1.0, 0.2])),
                draw(st.sampled_from([0.0, 5.0])))
@@ -219,7 +221,7 @@ def test_cross_entropy_equals_torchs_with_z_loss_multiplier_and_softcap():
     for a, b in zip(torch.autograd.grad(got, inputs, g), wants):
         assert_close(a, b, 1e-5, "reference's gradient")
     x, w = x.detach(), w.detach()
-    options = (-100, 1e-2, 0.2, 20.0, CrossEntropyBlocks(8, 32, 8, 32, 16, 64))
+    options = (-100, 1e-2, 0.2, 20.0, CrossEntropyBlocks(8, 32, 8, 32, 8, 16, 64, 16))
     loss, lse = interpreted(OPS.linear_cross_entropy.default, x, w, targets, *options)
     assert_close(loss, want, 1e-5, "kernel")
     for a, b in zip(interpreted(OPS.linear_cross_entropy_backward.default, g, x, w, targets, lse, *options), wants):
