@@ -83,7 +83,9 @@ class Replay:
 
     def run(self):
         self.computations = parse(self.text)
-        self.sharing = Counter(op.kernel for ops in self.computations.values() for op in ops.values() if op.kernel)
+        # Kernels of different names (dx, dw) share an op's work; those of one name, what remat or a peeled loop repeats, do not.
+        kernels = {(op.kernel, op.scope) for ops in self.computations.values() for op in ops.values() if op.kernel}
+        self.sharing = Counter(kernel for kernel, _ in kernels)
         return self.walk(self.computations["ENTRY"])
 
     def walk(self, ops):
