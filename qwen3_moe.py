@@ -157,9 +157,9 @@ class MoE(nn.Module):
         chosen = F.one_hot(expert, self.n_experts)  # (B*T, k, E)
         group_sizes = chosen.sum((0, 1))  # (E,)
         y = self.experts(x[order // self.top_k], group_sizes.int())
-        back = order.argsort()  # a gather undoes the sort: cheaper on TPU than a scatter-add
-        y = y[back].view(B * T, self.top_k, D)
-        y = (y * weight[..., None].to(y.dtype)).sum(1)
+        # A gather undoes the sort: cheaper on TPU than a scatter-add. Choices first: their sum then adds whole (B*T, D) matrices.
+        back = order.argsort().view(B * T, self.top_k).T
+        y = (y[back] * weight.T[..., None].to(y.dtype)).sum(0)  # y[back]: (k, B*T, D)
 
         valid = valid.reshape(B * T, 1).float()
         return y.view(B, T, D), (probs * valid).sum(0), (chosen.sum(1) * valid).sum(0)

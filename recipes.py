@@ -77,7 +77,8 @@ RECIPES = {
     # 512 tokens of text and 512 x 512 pixels. 16 replicas of 128 devices: 2,048 divide no dimension of most weights (3,072)
     "flux_12b": Recipe("flux", "12b", "tpu7x:8x8x16", 4, 1536, args=("--scan", "--replicas", "16"),
                        published=(0.194, f"tpu7x:8x8x16, {TITAN}")),
-    "muse_glimmer_30b": Recipe("muse_glimmer", "30b", "tpu7x:4x4x8", 1, 8192, published=(0.434, f"tpu7x:4x4x8, {TITAN}")),
+    "muse_glimmer_30b": Recipe("muse_glimmer", "30b", "tpu7x:4x4x8", 1, 8192, args=("--scan", "--remat", "dots"),
+                               published=(0.434, f"tpu7x:4x4x8, {TITAN}")),
 }
 
 

@@ -29,7 +29,7 @@ OPS = {  # what it covers: the PyTorch program
                          torch.full_like(x, 2), torch.arange(5), torch.arange(2, 9, 3), torch.arange(3.0), x.new_zeros(2)),
     "matmuls": lambda x, y, w, ids, flags: (x @ w, torch.bmm(x[None], w[None]), F.linear(x, w.t(), torch.ones(5)), x[0].dot(y[0])),
     "reductions": lambda x, y, w, ids, flags: (x.sum(), x.sum(0), x.sum((0, 1), keepdim=True), x.mean(), x.mean(-1, keepdim=True), x.amax(1), x.argmax(1),
-                           flags.any(), x.cumsum(1), flags.sum(), x.bfloat16().sum(0, dtype=torch.float32)),
+                           flags.any(), x.cumsum(1), flags.sum(), x.bfloat16().sum(0, dtype=torch.float32), torch.stack([x, x * x]).sum(0), torch.stack([x, x * x]).bfloat16().sum(0, True)),
     "indexing": lambda x, y, w, ids, flags: (F.embedding(ids, x), x[ids], x.index_put((ids[:, 0],), y[:3]), x.gather(1, ids[:, :1].expand(3, 2)),
                          torch.zeros(4, 6).scatter_add(0, ids, y[:3, :2]), torch.zeros(4, 6).scatter(1, ids[:, :1], 1.0)),
     "sorting": lambda x, y, w, ids, flags: (*x.topk(3), *x.sort(stable=True), x.argsort(descending=True), *x.topk(2, largest=False)),
