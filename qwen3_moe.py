@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import grouped_matmul, linear_cross_entropy, paired_grouped_matmul, splash_attention
+from kernels import grouped_matmul, linear_cross_entropy, paired_grouped_matmul, rotate_half, splash_attention
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ def rope_table(positions, head_dim, theta):
 
 
 def rotate(x, cos, sin):  # x: (B, H, T, head_dim)
-    a, b = x.chunk(2, dim=-1)  # swapped before the cast to fp32: the same values, half the bytes
-    return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
+    return (x * cos + rotate_half(x) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -72,8 +72,8 @@ RECIPES = {
     "qwen3_8b": Recipe("qwen3", "8b", "tpu7x:2x2x2", 2, 8192, args=("--scan", "--remat", "dots"), published=(0.515, f"tpu7x, {TITAN}")),
     "qwen3_32b": Recipe("qwen3", "32b", "tpu7x:4x4x4", 1, 8192),
     "qwen3_30b_a3b": Recipe("qwen3_moe", "30b-a3b", "tpu7x:2x2x2", 1, 4096),
-    # 32k tokens a device: fewer do not keep it busy while a layer's 128 experts are gathered
-    "qwen3_235b": Recipe("qwen3_moe", "235b-a22b", "tpu7x:8x8x16", 8, 4096, published=(0.324, f"tpu7x, {TITAN}")),
+    # 64k tokens a device: fewer do not keep it busy while a layer's 128 experts are gathered
+    "qwen3_235b": Recipe("qwen3_moe", "235b-a22b", "tpu7x:8x8x16", 16, 4096, published=(0.324, f"tpu7x, {TITAN}")),
     # 512 tokens of text and 512 x 512 pixels. 16 replicas of 128 devices: 2,048 divide no dimension of most weights (3,072)
     "flux_12b": Recipe("flux", "12b", "tpu7x:8x8x16", 4, 1536, args=("--scan", "--replicas", "16"),
                        published=(0.194, f"tpu7x:8x8x16, {TITAN}")),

@@ -231,9 +231,25 @@ def test_cross_entropy_equals_torchs_with_z_loss_multiplier_and_softcap():
 # ------------------------------------------------------------------------------- as PyTorch custom ops
 
 
+def test_rotate_half_and_its_gradient_are_exact_in_torch_and_as_a_product_in_jax():
+    def plain(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat([-b, a], -1)
+
+    x, g = torch.randn(2, 3, 5, 8, requires_grad=True), torch.randn(2, 3, 5, 8)
+    assert torch.equal(kernels.rotate_half(x), plain(x))
+    assert torch.equal(torch.autograd.grad(kernels.rotate_half(x), x, g)[0], torch.autograd.grad(plain(x), x, g)[0])
+    for kind in ("reference", "interpret"):
+        for dtype in (torch.float32, torch.bfloat16):
+            y = kernels.lowerings(kind)[OPS.rotate_half.default](to_jax(x.detach().to(dtype)))
+            assert y.dtype == to_jax(torch.zeros(1, dtype=dtype)).dtype
+            assert np.array_equal(np.asarray(y, np.float32), plain(x.detach().to(dtype)).float().numpy())
+
+
 def test_ops_pass_opcheck():
     r = lambda *shape: torch.randn(shape, requires_grad=True)  # noqa: E731
     ids = torch.arange(16).repeat(2, 1).int() // 5
+    torch.library.opcheck(OPS.rotate_half.default, (r(2, 3, 5, 8),))
     torch.library.opcheck(OPS.splash_attention.default, (r(2, 4, 16, 8), r(2, 2, 16, 8), r(2, 2, 16, 8), ids, True, 3, 2.0,
                                                          0.3))
     torch.library.opcheck(OPS.linear_cross_entropy.default, (r(12, 8), r(33, 8), torch.arange(12), -100, 0.1, 0.5, 5.0))
