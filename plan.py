@@ -9,6 +9,7 @@
 Notable features:
 - the real TPU compiler (libtpu, ahead of time): its memory, its errors, its schedule. Nothing is executed or allocated
 - time is a replay of the compiled schedule (hlo.py); a step of several programs is the sum of theirs
+- all devices of a slice are one FSDP group, or --replicas R of them; slices are replicas
 - the report is one flat dict: the table on the terminal and the JSON are the same. What the compiler does not say
   (links, clock, a kernel's cost) is an assumption and stands in it as assumed_*
 """
