@@ -264,7 +264,7 @@ def tune(args):
         tries = [r for blocks in candidates(op, sizes, chip) if (r := measure_ours(op, sizes, blocks, args.topology))]
         if not tries:
             raise SystemExit(f"{chip} {name}: no candidate fits; see bench_kernels.candidates")
-        # Equals: the first one, whose blocks are the largest and read memory least.
+        # Equals: the first one.
         best = [max((r[kernel] for r in tries), key=lambda r: round(r["efficiency"], 2)) for kernel in OURS[op][2]]
         entry = {"blocks": [size for r in best for size in r["blocks"]]}
         for label, part in (("forward", best[:1]), ("backward", best[1:])):

@@ -9,13 +9,12 @@ Notable features:
 - every device's shard is read from the file by itself: no process ever holds the model, nor a whole stack of layers
 - names, shapes and dtypes are checked from the files' headers before the first weight is read, and everything
   that is wrong is in one error
-- writing holds one tensor at a time, and the folder appears only when it is complete
+- writing holds one layer's parameter at a time, and the folder appears only when it is complete
 - a model file says its own names: `hf_name`, `hf_ignored`, `Config.from_hf`, `Config.to_hf`
 - training states are written in the background by all processes, with digests, and fit any mesh
 """
 
 import dataclasses
-import functools
 import glob
 import itertools
 import json
@@ -220,10 +219,10 @@ def write_json(folder, name, value):
         json.dump(value, f, indent=1)
 
 
-@functools.partial(jax.jit, static_argnames="rows")
-def part(x, at, rows):
-    """Of x, or of its layer at[0], the run at[-1] of so many rows."""
-    return jax.lax.dynamic_slice_in_dim(x[at[:-1]], at[-1] * rows, rows)
+@jax.jit
+def part(x, lead):
+    """x[lead], with x's sharding behind it."""
+    return x[lead]
 
 
 def to_host(x):
@@ -246,8 +245,11 @@ def write_safetensors(path, entries, params, dtype):
     text += b" " * (-len(text) % 8)
     with open(path or os.devnull, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
-        for _, name, at, (rows, *_), transposed in entries:
-            x = to_host(part(params[name], at, rows)).astype(DTYPES[dtype])
+        held = None
+        for _, name, (*layer, run), (rows, *_), transposed in entries:
+            if held != (name, layer):  # a layer's experts come together
+                held, whole = (name, layer), to_host(part(params[name], tuple(layer)))
+            x = whole[run * rows:(run + 1) * rows].astype(DTYPES[dtype])
             f.write(np.ascontiguousarray(x.T if transposed else x).tobytes())
 
 
@@ -451,7 +453,12 @@ class Tier:
         wanted = jax.tree.map(lambda x: self.ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype), state)
         jax.tree.map(lambda x: x.delete(), state)
         args = self.ocp.args.PyTreeRestore(restore_args=wanted)
-        return in_order_of(state, self.orbax.restore(os.path.join(self.path(step), "state"), args=args))
+        restored = in_order_of(state, self.orbax.restore(os.path.join(self.path(step), "state"), args=args))
+        for (path, x), wanted in zip(jax.tree_util.tree_leaves_with_path(restored), jax.tree.leaves(state)):
+            if x.shape != wanted.shape:
+                raise CheckpointError(f"--resume: {self.path(step)} is of another version of this code: {jax.tree_util.keystr(path)} is "
+                                      f"{x.shape}, the model wants {wanted.shape}")
+        return restored
 
 
 def in_order_of(tree, other):

@@ -73,7 +73,7 @@ def _reduce(f):
 
 
 def _sum(x, dim=None, keepdim=False, dtype=None):
-    if x.ndim == 3 and _axes(dim, 3) == (0,) and len(x) <= 16 and jnp.issubdtype(x.dtype, jnp.floating):
+    if x.ndim == 3 and _axes(dim, 3) == (0,) and 0 < len(x) <= 16 and jnp.issubdtype(x.dtype, jnp.floating):
         # A few matrices (what a token's experts gave): by the TPU compiler's count adds take a tenth of a reduction's cycles.
         total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in x))
         return (total[None] if keepdim else total).astype(DTYPES[dtype] if dtype else x.dtype)
@@ -83,7 +83,7 @@ def _sum(x, dim=None, keepdim=False, dtype=None):
 def _reshape(x, shape):
     if x.ndim == 3 and len(shape) == 4 and x.shape[:2] == tuple(shape[:2]):
         # (B, T, H * D) into heads. XLA would let the matmul before it write each head apart, and 128 columns at a time fill half
-        # of a 256-wide matrix unit: 47 % of its peak instead of 90.
+        # of a 256-wide matrix unit: llama3 405b's queries reach 45 % of its peak instead of 77.
         x = lax.optimization_barrier(x)
     return x.reshape(shape)
 

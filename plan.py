@@ -9,7 +9,7 @@
 Notable features:
 - the real TPU compiler (libtpu, ahead of time): its memory, its errors, its schedule. Nothing is executed or allocated
 - time is a replay of the compiled schedule (hlo.py); a step of several programs is the sum of theirs
-- all devices of a slice are one FSDP group, or --replicas R of them; slices are replicas
+- all devices of a slice are one FSDP group, or R of them in all with --replicas; slices are replicas
 - the report is one flat dict: the table on the terminal and the JSON are the same. What the compiler does not say
   (links, clock, a kernel's cost) is an assumption and stands in it as assumed_*
 """
@@ -91,11 +91,11 @@ KERNELS = {"splash_attention": (2, 0.36), "splash_attention_backward": (5, 0.43)
            "paired_grouped_matmul": (1, 0.65), "paired_grouped_matmul_backward": (2, 0.55)}
 
 
-def kernel_seconds(chip, scope, n_calls, traffic):
+def kernel_seconds(chip, scope, n_kernels, traffic):
     """A Pallas kernel's time: its op's matmuls at their share of the peak, at least its traffic at HBM speed. scope: as
-    name_kernels wrote it, "... flops=N share=X ... tpu.OP"; n_calls kernels share the op's work."""
+    name_kernels wrote it, "... flops=N share=X ... tpu.OP"; n_kernels kernels share the op's work."""
     flops, share = re.search(r" flops=(\d+) share=([\d.]+)", scope).groups()
-    return max(int(flops) / n_calls / (chip.peak * float(share)), traffic / chip.hbm_bandwidth)
+    return max(int(flops) / n_kernels / (chip.peak * float(share)), traffic / chip.hbm_bandwidth)
 
 
 def name_kernels(gm, chip):
@@ -162,9 +162,9 @@ def report(args):
     if getattr(config, "vocab", 0) is None:
         config = replace(config, vocab=512)  # debug sizes take the data's: bytes, rounded up
     with train.phase("tracing"):
-        replicas = args.slices * args.replicas  # --replicas: of each slice
+        replicas = args.replicas if args.replicas > 1 else args.slices
         if n % replicas:
-            raise UsageError(f"--replicas {args.replicas} does not divide the {n // args.slices} devices of a {args.topology}")
+            raise UsageError(f"--replicas {replicas} does not divide the {n} devices of {args.slices} {args.topology}")
         mesh = lowering.make_mesh(replicas, n // replicas, devices)
         device_mesh = simple_fsdp.capture_mesh(n // replicas, replicas) if n > 1 else None
         model = train.build_model(args, config, device_mesh)
@@ -358,6 +358,8 @@ def parse(argv):
     argv = argv[len(numbers):]
     recipe = train.parse_args(["--topology", "any", *argv]).recipe if "--recipe" in " ".join(argv) else None
     args = train.parse_args((recipes.chips_of(recipe) if recipe else []) + argv)
+    if recipe and args.libtpu_init_flags == recipes.flags_of(recipe):
+        args.libtpu_init_flags = recipes.flags_of(recipe, args.topology)  # of other chips, their flags
     args.argv, args.chips, args.per_device_batch = argv, [int(n) for n in numbers], args.per_device_batch or 1
     if wrong := [n for n in args.chips if n not in SCALES]:
         raise UsageError(f"{command} {wrong[0]}: scaling knows {', '.join(map(str, SCALES))} chips")

@@ -46,7 +46,7 @@ SPARSECORE = {
 
 # tpu7x, found by compiling llama3_405b (RESULTS.md).
 IRONWOOD = {
-    # Of 64 MiB VMEM a fusion may use 60 instead of 16: a matmul with its neighbours' arithmetic in it 44 to 82 % -> 81 to 93 %
+    # Of 64 MiB VMEM a fusion may use 60 instead of 16: a matmul with its neighbours' arithmetic in it 44 to 62 % -> 81 to 93 %
     # of the MXU's peak. Compiling takes twice as long. Can change rounding: other blocks, another order of a sum.
     "xla_tpu_scoped_vmem_limit_kib": "61440",
     # On a full torus an all-gather stays one. Otherwise: an all-reduce of zeros and the shard, twice the bytes and the memory. Free.
@@ -82,10 +82,10 @@ RECIPES = {
 }
 
 
-def flags_of(name):
-    """A recipe's compiler flags as one string, "--a=1 --b=2"."""
+def flags_of(name, topology=None):
+    """A recipe's compiler flags, perhaps on other chips than its own, as one string, "--a=1 --b=2"."""
     r = RECIPES[name]
-    flags = FLAGS[r.topology.split(":")[0]] | (OVERLAP_DCN if r.slices > 1 else {})
+    flags = FLAGS.get((topology or r.topology).split(":")[0], {}) | (OVERLAP_DCN if r.slices > 1 else {})
     return " ".join(f"--{k}={v}" for k, v in flags.items())
 
 

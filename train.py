@@ -163,6 +163,8 @@ def parse_args(argv):
         if args.recipe not in recipes.RECIPES:
             raise UsageError(f"--recipe {args.recipe} is not one of: {', '.join(recipes.RECIPES)}")
         own, args = args, p.parse_args(recipes.argv_of(args.recipe) + list(sys.argv[1:] if argv is None else argv))
+        if args.fsdp is None and not args.topology:
+            args.fsdp = 0  # over all devices, as planned
         if own.batch and not own.per_device_batch:  # the user's, instead of the recipe's
             args.per_device_batch = None
     if args.batch and args.per_device_batch:
