@@ -105,15 +105,15 @@ def open_hf(folder):
 def pieces(model, name, shape):
     """The tensors in Hugging Face's files that make up a parameter.
 
-    -> {(layer's number with scan, number of the run of rows): tensor's name}, the shape of such a run, whether its tensor is
-    its transpose. One run is all rows, but where hf_name has a {}: there each expert's.
+    -> {(layer, run of rows): tensor's name}, the shape of such a run, whether its tensor is its transpose. Layers are those of
+    a stack (scan), else there is layer 0. One run is all rows, but where hf_name has a {}: there each expert's.
     """
-    names, layers = {}, range(shape[0]) if ".stack." in name else [None]
-    rows, *rest = shape[".stack." in name:]
-    for layer in layers:
+    names, stacked = {}, ".stack." in name
+    for layer in range(shape[0] if stacked else 1):
         template, transposed = model.hf_name(name.replace(".stack.", f".{layer}."))
         runs = model.config.n_experts if "{}" in template else 1
-        names |= {(() if layer is None else (layer,)) + (i,): template.format(i) for i in range(runs)}
+        names |= {(layer, run): template.format(run) for run in range(runs)}
+    rows, *rest = shape[stacked:]
     return names, (rows // runs, *rest), transposed
 
 
@@ -150,15 +150,15 @@ def load_hf(folder, model, mesh, dtype=jnp.float32):
 
         def read(index):  # slices of the parameter, one a dimension -> that part of it
             ranges = [range(n)[s] for n, s in zip(p.shape, index)]
-            out = np.empty([len(r) for r in ranges], dtype)
-            *layers, own, inner = *ranges[:".stack." in name], ranges[".stack." in name], ranges[1 + (".stack." in name):]
-            for *layer, run in itertools.product(*layers, range(own.start // rows, (own.stop - 1) // rows + 1)):
+            layers, own, *inner = ranges if ".stack." in name else [range(1), *ranges]
+            out = np.empty([len(layers), len(own), *map(len, inner)], dtype)
+            for layer, run in itertools.product(layers, range(own.start // rows, (own.stop - 1) // rows + 1)):
                 start, stop = max(own.start, run * rows), min(own.stop, (run + 1) * rows)
                 part = (slice(start - run * rows, stop - run * rows), *(slice(r.start, r.stop) for r in inner))
-                tensor = names[*layer, run]
+                tensor = names[layer, run]
                 x = tensors[tensor].get_slice(tensor)[part[::-1] if transposed else part].float().numpy()
-                out[*(i - r.start for i, r in zip(layer, layers)), start - own.start:stop - own.start] = x.T if transposed else x
-            return out
+                out[layer - layers.start, start - own.start:stop - own.start] = x.T if transposed else x
+            return out.reshape([len(r) for r in ranges])
 
         return jax.make_array_from_callback(tuple(p.shape), NamedSharding(mesh, partition_spec(p)), read)
 
@@ -220,9 +220,9 @@ def write_json(folder, name, value):
 
 
 @jax.jit
-def part(x, lead):
-    """x[lead], with x's sharding behind it."""
-    return x[lead]
+def part(x, layer):
+    """One layer of a stack, with the stack's sharding behind it."""
+    return x[layer]
 
 
 def to_host(x):
@@ -246,9 +246,9 @@ def write_safetensors(path, entries, params, dtype):
     with open(path or os.devnull, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         held = None
-        for _, name, (*layer, run), (rows, *_), transposed in entries:
+        for _, name, (layer, run), (rows, *_), transposed in entries:
             if held != (name, layer):  # a layer's experts come together
-                held, whole = (name, layer), to_host(part(params[name], tuple(layer)))
+                held, whole = (name, layer), to_host(part(params[name], layer) if ".stack." in name else params[name])
             x = whole[run * rows:(run + 1) * rows].astype(DTYPES[dtype])
             f.write(np.ascontiguousarray(x.T if transposed else x).tobytes())
 
@@ -259,16 +259,16 @@ def write_safetensors(path, entries, params, dtype):
 class Checkpoints:
     """The checkpoint folders of a run, perhaps a fast one saved often and a safe one saved rarely.
 
-    tiers: [(folder or None, save every so many steps)]. run: what must be the same to go on, flags: what may differ but is said.
-    resume: go on from the newest whole checkpoint of all tiers; else the folders must be new. `step` is the step it
+    tiers: [(folder or None, save every so many steps)]. run: what must be the same to go on, flags: what may differ but is said;
+    shapes: {name: shape} of the parameters, which must be the same too. resume: go on from the newest whole checkpoint of all tiers; else the folders must be new. `step` is the step it
     was saved after, 0 where there never was one. Where several processes train as one, all must see the folders and
     make the same calls. Raises CheckpointError before anything is written.
     """
 
-    def __init__(self, tiers, keep, run, flags, resume):
+    def __init__(self, tiers, keep, run, flags, shapes, resume):
         self.tiers = [Tier(os.path.abspath(folder), every, keep, {"run": run, "flags": flags})
                       for folder, every in tiers if folder]
-        self.newest, self.step, self.stopping = None, 0, False
+        self.shapes, self.newest, self.step, self.stopping = shapes, None, 0, False
         for folder, _ in tiers:
             if folder and "://" in folder:
                 raise CheckpointError(f"{folder}: checkpoints go to a mounted folder (gcsfuse, NFS), not to an address")
@@ -297,7 +297,7 @@ class Checkpoints:
         damaged = []
         for step, i in found:
             if not (wrong := self.tiers[i].damage(step)):
-                self.tiers[i].check_run(step)
+                self.tiers[i].check_run(step, self.shapes)
                 self.newest, self.step = self.tiers[i], step
                 break
             damaged.append(self.tiers[i].path(step))
@@ -440,12 +440,17 @@ class Tier:
             return wrong or "says another process"
         return wrong
 
-    def check_run(self, step):
+    def check_run(self, step, shapes):
         saved = read_json(self.path(step), "run.json")
         run, flags = ([f"{k} was {saved[part].get(k)} and is now {v}" for k, v in self.run[part].items()
                        if saved[part].get(k) != v] for part in ("run", "flags"))
         if run:
             raise CheckpointError(f"--resume: {self.path(step)} is another run's: {'; '.join(run)}")
+        params = self.orbax.metadata(os.path.join(self.path(step), "state")).item_metadata.tree["params"]
+        for name, shape in shapes.items():
+            if name not in params or params[name].shape != shape:
+                raise CheckpointError(f"--resume: {self.path(step)} is of another version of this code: {name} is {shape} now and was "
+                                      f"{params[name].shape if name in params else 'not there'}")
         if flags and jax.process_index() == 0:
             print(f"note: --resume with other flags: {'; '.join(flags)}")
 
@@ -453,12 +458,7 @@ class Tier:
         wanted = jax.tree.map(lambda x: self.ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype), state)
         jax.tree.map(lambda x: x.delete(), state)
         args = self.ocp.args.PyTreeRestore(restore_args=wanted)
-        restored = in_order_of(state, self.orbax.restore(os.path.join(self.path(step), "state"), args=args))
-        for (path, x), wanted in zip(jax.tree_util.tree_leaves_with_path(restored), jax.tree.leaves(state)):
-            if x.shape != wanted.shape:
-                raise CheckpointError(f"--resume: {self.path(step)} is of another version of this code: {jax.tree_util.keystr(path)} is "
-                                      f"{x.shape}, the model wants {wanted.shape}")
-        return restored
+        return in_order_of(state, self.orbax.restore(os.path.join(self.path(step), "state"), args=args))
 
 
 def in_order_of(tree, other):

@@ -121,9 +121,7 @@ def _select_backward(grad, shape, dim, index):
 
 
 def _index(x, indices):
-    y = x[tuple(slice(None) if i is None else i for i in indices)]
-    # Whole rows (a MoE's tokens) by themselves: fused into what follows, a gather takes the TPU three times as long.
-    return lax.optimization_barrier(y) if x.ndim == 2 and len(indices) == 1 else y
+    return x[tuple(slice(None) if i is None else i for i in indices)]
 
 
 def _index_put(x, indices, values, accumulate=False):

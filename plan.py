@@ -176,9 +176,10 @@ def report(args):
         for _, part, _ in parts:
             part.lower()
     clock.append(time.perf_counter())
+    flags = recipes.flags_of(args.recipe, args.topology.split(":")[0], args.libtpu_init_flags)
     with train.phase(f"compiling for {n} devices"):
         for _, part, _ in parts:
-            part.compile(recipes.compiler_options(args.libtpu_init_flags))
+            part.compile(recipes.compiler_options(flags))
     clock.append(time.perf_counter())
 
     bandwidth = {"ici": link_bandwidth(args.topology, chip), "dcn": chip.dcn * LINK_EFFICIENCY / chip.devices,
@@ -204,7 +205,7 @@ def report(args):
     saved = sum(saved_bytes(part.gm) for _, part, _ in parts) - host * args.scan
     published, where = args.recipe and recipes.RECIPES[args.recipe].published or (None, "nowhere")
     return {
-        "model": args.model, "size": args.size, "topology": args.topology, "flags": args.libtpu_init_flags or "",
+        "model": args.model, "size": args.size, "topology": args.topology, "flags": flags,
         "slices": args.slices, "chips": n // chip.devices, "devices": n, "per_device_batch": args.per_device_batch,
         "seq": args.seq, "params": sum(p.numel() for p in model.parameters()), "hbm_bytes": peak, "hbm_limit_bytes": chip.hbm,
         "bytes_state": state, "bytes_saved_activations": saved, "bytes_temporaries": max(peak - state - saved, 0),
@@ -330,7 +331,7 @@ def scaling(args):
 
 def flags(args):
     """What compiler flags change against the recipe's own; on devices that are here, in the bits of step 1."""
-    own = recipes.flags_of(args.recipe) if args.recipe else ""
+    own = recipes.flags_of(args.recipe, (args.topology or "").split(":")[0])
     both = {"before": own, "with flags": f"{own} {args.libtpu_init_flags or ''}".strip()}
     if args.topology and not lowering.ON_TPU_HOST:
         for name, args.libtpu_init_flags in both.items():
@@ -357,9 +358,7 @@ def parse(argv):
     numbers = list(itertools.takewhile(str.isdigit, argv))
     argv = argv[len(numbers):]
     recipe = train.parse_args(["--topology", "any", *argv]).recipe if "--recipe" in " ".join(argv) else None
-    args = train.parse_args((recipes.chips_of(recipe) if recipe else []) + argv)
-    if recipe and args.libtpu_init_flags == recipes.flags_of(recipe):
-        args.libtpu_init_flags = recipes.flags_of(recipe, args.topology)  # of other chips, their flags
+    args = train.parse_args((["--topology", recipes.RECIPES[recipe].topology] if recipe else []) + argv)
     args.argv, args.chips, args.per_device_batch = argv, [int(n) for n in numbers], args.per_device_batch or 1
     if wrong := [n for n in args.chips if n not in SCALES]:
         raise UsageError(f"{command} {wrong[0]}: scaling knows {', '.join(map(str, SCALES))} chips")

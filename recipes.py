@@ -4,7 +4,7 @@
     python train.py --recipe llama3_8b --steps 100  # on the TPU itself; any flag after --recipe overrides it
 
 Notable features:
-- a recipe is nothing but command-line flags: argv_of(name) spells them out
+- a recipe is nothing but command-line flags: argv_of(name) spells them out; compiler flags go with the chips, in FLAGS
 - flags are passed as compiler options of the one program. For libtpu 0.0.42 that gives the same program as
   LIBTPU_INIT_ARGS (checked: same estimated cycles), but a wrong name is an error message instead of a dead process.
   Dump flags (--xla_jf_dump_to) work in LIBTPU_INIT_ARGS only
@@ -22,7 +22,6 @@ class Recipe:
     topology: str  # of one slice
     batch: int  # rows a device
     seq: int
-    slices: int = 1
     args: tuple = ("--scan",)  # more flags of train.py
     published: tuple | None = None  # (MFU, where): the yardstick
 
@@ -55,13 +54,7 @@ IRONWOOD = {
     "xla_tpu_check_legacy_constraints_in_reduce_scatter_legalizer": "false",
 }
 
-# Gradients' reductions over slices (DCN) wait for nothing but their own data and run beside the backward pass. Free.
-OVERLAP_DCN = {
-    "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
-    "xla_tpu_data_parallel_opt_different_sized_ops": "true",
-}
-
-FLAGS = {"v6e": SPARSECORE, "tpu7x": IRONWOOD}  # by generation
+FLAGS = {"v6e": SPARSECORE, "tpu7x": IRONWOOD}  # of every recipe, by generation of chips
 
 TITAN = "TorchTitan TPU"
 
@@ -82,29 +75,25 @@ RECIPES = {
 }
 
 
-def flags_of(name, topology=None):
-    """A recipe's compiler flags, perhaps on other chips than its own, as one string, "--a=1 --b=2"."""
-    r = RECIPES[name]
-    flags = FLAGS.get((topology or r.topology).split(":")[0], {}) | (OVERLAP_DCN if r.slices > 1 else {})
-    return " ".join(f"--{k}={v}" for k, v in flags.items())
+def flags_of(recipe, chip, given=None):
+    """The compiler flags of a run on a chip generation ("v6e"; None: a CPU), as one string "--a=1 --b=2": those given, which
+    replace the recipe's, or what a recipe (None: no recipe) has for such chips."""
+    if given is not None or not recipe:
+        return given or ""
+    return " ".join(f"--{name}={value}" for name, value in FLAGS.get(chip, {}).items())
 
 
 def argv_of(name):
-    """A recipe as command-line flags, to be followed by the user's own; without the chips, which training finds."""
+    """A recipe as command-line flags, to be followed by the user's own; without chips and what goes with them, see flags_of."""
     r = RECIPES[name]
-    return ["--model", r.model, "--size", r.size, "--seq", str(r.seq), "--per-device-batch", str(r.batch),
-            "--libtpu-init-flags=" + flags_of(name), *r.args]
-
-
-def chips_of(name):
-    return ["--topology", RECIPES[name].topology, "--slices", str(RECIPES[name].slices)]
+    return ["--model", r.model, "--size", r.size, "--seq", str(r.seq), "--per-device-batch", str(r.batch), *r.args]
 
 
 def compiler_options(flags):
     """"--a=1 --b" -> {"a": "1", "b": True}, for .compile(compiler_options=...). libtpu takes almost every flag of
     LIBTPU_INIT_ARGS there, to the same effect, but per program and with an error instead of an exit."""
     options = {}
-    for flag in (flags or "").split():
+    for flag in flags.split():
         name, _, value = flag.lstrip("-").partition("=")
         options[name] = {"true": True, "": True, "false": False}.get(value, value)
     return options

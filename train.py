@@ -163,7 +163,7 @@ def parse_args(argv):
         if args.recipe not in recipes.RECIPES:
             raise UsageError(f"--recipe {args.recipe} is not one of: {', '.join(recipes.RECIPES)}")
         own, args = args, p.parse_args(recipes.argv_of(args.recipe) + list(sys.argv[1:] if argv is None else argv))
-        if args.fsdp is None and not args.topology:
+        if args.fsdp is None and not args.topology and args.mode == "graph":
             args.fsdp = 0  # over all devices, as planned
         if own.batch and not own.per_device_batch:  # the user's, instead of the recipe's
             args.per_device_batch = None
@@ -406,6 +406,7 @@ def train(args):
         raise UsageError(f"--metrics {args.metrics} exists or its folder does not: name a new file, or --resume")
     mesh, device_mesh = choose_devices(args)
     device = mesh.devices.flat[0]
+    chip, peak = CHIPS.get(device.device_kind, (None, None))
     args.dtype = args.dtype or ("bfloat16" if device.platform == "tpu" else "float32")
     if args.save_hf and os.path.exists(args.save_hf):
         raise UsageError(f"--save-hf {args.save_hf} exists: name another folder")
@@ -432,7 +433,8 @@ def train(args):
     run = {name: getattr(args, name) for name in ("model", "scan", "batch", "seq", "seed")} | dataclasses.asdict(config)
     flags = {name: getattr(args, name) for name in ("steps", "lr", "warmup", "weight_decay", "clip", "dtype", "grad_accum")}
     with log.lost("restart" if args.resume else "checkpoint"):
-        saves = checkpoint.Checkpoints(tiers, args.keep, run, flags | {"data": str(dataset)}, args.resume)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        saves = checkpoint.Checkpoints(tiers, args.keep, run, flags | {"data": str(dataset)}, shapes, args.resume)
 
     if args.profile and int(args.profile.split(":")[0]) < saves.step + 3:
         raise UsageError(f"--profile {args.profile}: --resume goes on after step {saves.step}, START must be {saves.step + 3} or later")
@@ -447,9 +449,10 @@ def train(args):
     with log.lost("compile"), phase("lowering"):
         step.lower()
         evaluate.lower()
+    options = recipes.compiler_options(recipes.flags_of(args.recipe, chip, args.libtpu_init_flags))
     with log.lost("compile"), phase("compiling"):
-        step.compile(recipes.compiler_options(args.libtpu_init_flags))
-        evaluate.compile(recipes.compiler_options(args.libtpu_init_flags))
+        step.compile(options)
+        evaluate.compile(options)
     if saves.stopping:
         return 128 + signal.SIGTERM  # nothing is done yet
     log.open(args, saves.step)
@@ -474,7 +477,6 @@ def train(args):
                 or profile is not None and number in profile.edges)
 
     flops = model.flops_per_token(args.seq) / mesh.size
-    peak = CHIPS.get(device.device_kind, (None, None))[1]
     rates, loss = [], None
     for number, state, metrics, seconds, waited in run_steps(step, state, dataset, mesh, args, saves.step, wanted):
         log.step(number, seconds, waited)

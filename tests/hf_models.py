@@ -26,8 +26,8 @@ def qwen3(tied):
         **SHAPE, rope_parameters=ROPE, tie_word_embeddings=tied))
 
 
-def qwen3_moe():
-    experts = dict(moe_intermediate_size=48, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)
+def qwen3_moe(num_experts=8):
+    experts = dict(moe_intermediate_size=48, num_experts=num_experts, num_experts_per_tok=3, norm_topk_prob=True)
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE, rope_parameters=ROPE, **experts))
 
 

@@ -154,6 +154,25 @@ def test_each_device_reads_its_own_shard_and_a_stack_is_read_layer_by_layer(tmp_
     assert len(experts) == 2 * 8 * 3 and all(part == whole for part, whole in experts)  # one of 8 experts on each device
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_shards_that_end_within_an_expert_hold_its_rows_and_export_gathers_a_layers_experts_once(tmp_path, monkeypatch, scan):
+    theirs = hf_models.qwen3_moe(num_experts=3)
+    theirs.save_pretrained(tmp_path / "hf")
+    whole = {name: np.asarray(x) for name, x in checkpoint.load_hf(tmp_path / "hf", *meta_model(Qwen3MoE, tmp_path / "hf", scan=scan)).items()}
+    model, mesh = meta_model(Qwen3MoE, tmp_path / "hf", 8, scan)
+    params = checkpoint.load_hf(tmp_path / "hf", model, mesh)
+    experts = [name for name in params if ".experts.gate_proj" in name]
+    assert all(x.addressable_shards[2].data.shape[scan] == 3 * 64 // 8 for x in map(params.get, experts))  # 48 to 72 of 64 each
+    assert all(np.array_equal(np.asarray(params[name]), whole[name]) for name in whole)
+
+    gathered, to_host = [], checkpoint.to_host
+    monkeypatch.setattr(checkpoint, "to_host", lambda x: gathered.append(x.shape) or to_host(x))
+    checkpoint.save_hf(tmp_path / "out", model, params)
+    before, after = all_tensors(tmp_path / "hf"), all_tensors(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert len(gathered) == sum(p.shape[0] if ".stack." in name else 1 for name, p in model.named_parameters())
+
+
 def broken(tmp_path, change, config=None):
     """A folder of a small Qwen3-MoE whose tensors `change` has changed, and whose config.json `config` overrides."""
     _, theirs = hf_models.make("qwen3_moe")

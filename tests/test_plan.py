@@ -16,6 +16,7 @@ import kernels
 import lowering
 import plan
 import recipes
+import simple_fsdp
 import train
 from train import UsageError
 
@@ -159,6 +160,7 @@ def test_a_plan_of_the_debug_model_has_every_key_and_adds_up(tmp_path, capsys):
     ([], "--topology NAME or --recipe NAME is needed"),
     (["--recipe", "gpt5"], "llama3_8b"),
     ([*DEBUG, "--libtpu-init-flags=--xla_tpu_warp_drive=1"], "no flag xla_tpu_warp_drive"),
+    ([*DEBUG, "--replicas", "3"], "--replicas 3 does not divide the 4 devices of 1 v5e:2x2"),
 ])
 def test_what_cannot_be_is_one_clear_line(argv, says, capsys):
     assert plan.main(argv) == 2
@@ -171,6 +173,47 @@ def test_what_does_not_fit_says_by_how_much(capsys):
     error = capsys.readouterr().err
     assert re.search(r"does not fit a device: Used [\d.]+G of [\d.]+G hbm. Exceeded hbm capacity by [\d.]+G|temporaries \([\d.]+G\) exceeds available HBM \([\d.]+G\)", error)
     assert "Levers" in error
+
+
+def test_compiler_flags_are_the_chips_not_the_recipes_and_given_ones_replace_them():
+    assert recipes.flags_of("llama3_405b", "tpu7x") == recipes.flags_of("llama3_8b", "tpu7x") != recipes.flags_of("llama3_8b", "v6e")
+    assert recipes.flags_of("llama3_8b", None) == recipes.flags_of("llama3_8b", "v5p") == recipes.flags_of(None, "tpu7x") == ""
+    assert recipes.flags_of("llama3_8b", "v6e", "--a=1") == "--a=1" and recipes.flags_of("llama3_8b", "v6e", "") == ""
+
+
+def compiled_for_tpu7x(f, *arrays):
+    """Each array: (shape, dtype), its first dimension whole on all of tpu7x:4x4x4's 128 devices -> the optimized HLO."""
+    device_mesh = lowering.make_mesh(1, 128, plan.topology_devices("tpu7x:4x4x4"))
+    whole = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(device_mesh, P())) for shape, dtype in arrays]
+    f = jax.shard_map(f, mesh=device_mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(f).lower(*whole).compile(recipes.compiler_options(recipes.flags_of("llama3_405b", "tpu7x"))).as_text()
+
+
+def test_on_a_full_torus_gathers_and_reductions_of_a_weight_stay_what_they_are():
+    """26 rows a device make no whole tile, 8 columns do; without the flags every gather is an all-reduce."""
+    table = lowering.collectives({"group": "fsdp"})
+    gather = lambda x: table["_c10d_functional.all_gather_into_tensor.default"](x, 128, "group")
+    reduce = lambda x: table["_c10d_functional.reduce_scatter_tensor.default"](x, "sum", 128, "group")
+    shape = (26 * 128, 8 * 128)
+    assert (dim := simple_fsdp.shard_dim(shape, 128)) == 1
+    text = compiled_for_tpu7x(lambda x, g: reduce(jnp.moveaxis(lax.dot_general(g, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32), dim, 0)),
+                              ((512, shape[1]), jnp.bfloat16), ((512, shape[0]), jnp.bfloat16))
+    assert "reduce-scatter(" in text and "all-reduce(" not in text
+    text = compiled_for_tpu7x(lambda x, w: x @ gather(w), ((512, shape[1]), jnp.bfloat16), ((8, shape[0]), jnp.bfloat16))
+    assert "all-gather(" in text and "all-reduce(" not in text
+
+
+def test_heads_are_split_after_their_matmul_and_few_matrices_are_summed_by_adds():
+    def cycles(f, *arrays):
+        return sum(int(c) for c in re.findall(r'estimated_cycles":"(\d+)"', compiled_for_tpu7x(f, *arrays)) if int(c) < 2**62)
+
+    view, add = lowering.TABLE["aten.view.default"], lowering.TABLE["aten.sum.dim_IntList"]
+    x, w = ((1, 4096, 4096), jnp.bfloat16), ((4096, 4096), jnp.bfloat16)
+    rotated = lambda q: jnp.swapaxes(q, 1, 2) * jnp.bfloat16(0.5)
+    assert (cycles(lambda x, w: rotated(view(x @ w, (1, 4096, 32, 128))), x, w)
+            < 0.8 * cycles(lambda x, w: rotated((x @ w).reshape(1, 4096, 32, 128)), x, w))
+    parts = ((8, 8192, 1024), jnp.bfloat16)
+    assert cycles(lambda x: add(x, [0]), parts) < 0.5 * cycles(lambda x: x.sum(0), parts)
 
 
 def test_recipes_are_flags_that_the_parser_takes_and_later_ones_override():

@@ -94,6 +94,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(copy, flags):
     assert sorted(os.listdir(folder / "ckpt")) == ["00000004", "00000006"]
 
 
+def test_a_checkpoint_with_other_shapes_is_one_line_and_stays(copy, monkeypatch, capsys):
+    """As a version of the code that stored a weight in another shape has left it."""
+    folder, init = copy(), checkpoint.Checkpoints.__init__
+    monkeypatch.setattr(checkpoint.Checkpoints, "__init__", lambda self, tiers, keep, run, flags, shapes, resume: init(
+        self, tiers, keep, run, flags, shapes | {"norm.weight": (4, 96)}, resume))
+    assert resume(folder) == 2
+    assert "of another version of this code: norm.weight is (4, 96) now and was (384,)" in capsys.readouterr().err
+    assert sorted(os.listdir(folder / "ckpt")) == ["00000002", "00000004"]
+
+
 @pytest.mark.parametrize("before, after", [("", "--fsdp 8"), ("", "--fsdp 4 --replicas 2"), ("--scan --fsdp 4", "--scan")])
 def test_a_run_resumes_on_another_mesh(copy, before, after):
     folder = copy(*before.split())
