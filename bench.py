@@ -23,7 +23,9 @@ import torch.nn.functional as F
 import checkpoint
 import data
 import graph_trainer
+import kernels
 import train
+from recipes import count
 
 
 # ------------------------------------------------------------------- the same training in plain PyTorch
@@ -195,17 +197,20 @@ def bench_save(args):
           f"{on / off - 1:+.1%}; of that the loop waited {statistics.median(blocked) * 1e3:.1f} ms a save")
 
 
-def main(argv=None):
+def run(argv):
+    if argv[:1] in (["kernels"], ["tune"]):  # in the TPU compiler's cycles
+        import bench_kernels
+        return bench_kernels.main(argv)
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=["step", "compile", "save"])
     p.add_argument("--model", default="llama3", choices=train.MODELS)
     p.add_argument("--size", default="debug")
-    p.add_argument("--layers", type=int)
-    p.add_argument("--batch", type=int, default=8)
-    p.add_argument("--seq", type=int, default=256)
-    p.add_argument("--rounds", type=int)
-    p.add_argument("--depths", type=int, nargs="+", default=[4, 16, 64], help="numbers of layers (compile)")
-    p.add_argument("--every", type=int, default=20, help="steps for each save (save)")
+    p.add_argument("--layers", type=count)
+    p.add_argument("--batch", type=count, default=8)
+    p.add_argument("--seq", type=count, default=256)
+    p.add_argument("--rounds", type=count)
+    p.add_argument("--depths", type=count, nargs="+", default=[4, 16, 64], help="numbers of layers (compile)")
+    p.add_argument("--every", type=count, default=20, help="steps for each save (save)")
     mine = p.parse_args(argv)
     flags = ["--model", mine.model, "--size", mine.size, "--batch", str(mine.batch), "--seq", str(mine.seq), "--dtype", "float32"]
     args = argparse.Namespace(**vars(train.parse_args(flags)) | vars(mine))
@@ -213,8 +218,13 @@ def main(argv=None):
     {"step": bench_step, "compile": bench_compile, "save": bench_save}[args.what](args)
 
 
+def main(argv=None):
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except (train.UsageError, data.DataError, lowering.LoweringError, kernels.KernelError) as e:
+        print(f"bench.py: error: {e}", file=sys.stderr)
+        return 2
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["kernels"], ["tune"]):  # the kernels, in the TPU compiler's cycles
-        import bench_kernels
-        sys.exit(bench_kernels.main(sys.argv[1:]))
-    main()
+    sys.exit(main())

@@ -15,7 +15,6 @@ Notable features:
 import argparse
 import dataclasses
 import glob
-import importlib
 import json
 import os
 import re
@@ -33,6 +32,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import kernels
+from train import MODELS, UsageError
 
 MXU_FLOPS = {"v5e": 131072, "v5p": 131072, "v6e": 524288, "tpu7x": 524288}  # a cycle of one core: peak / clock / cores
 CORES = {"v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 1}  # of a device: they share a grid's parallel blocks
@@ -226,6 +226,8 @@ def kernels_command(args):
     report, lines, chip = [], [], args.topology.split(":")[0]
     for op, sizes in (("splash_attention", ATTENTION), ("grouped_matmul", EXPERTS)):
         ours = [measure_ours(op, sizes, blocks, args.topology) for blocks in candidates(op, sizes, chip)]
+        if not ours[0]:
+            raise kernels.KernelError(f"{chip} {op}: the first candidate, of JAX's own blocks, does not fit: see bench_kernels.candidates")
         for kernel in (k for k in JAX_BLOCKS if k.startswith(op)):
             both = [r[kernel] for r in ours if r], []
             for blocks in JAX_BLOCKS[kernel]:
@@ -248,7 +250,7 @@ def kernels_command(args):
 
 def tune(args):
     """Ranks block sizes that fit VMEM by cycles; each kernel's best go into tuned_blocks.json, which kernels.py reads."""
-    chip, c = args.topology.split(":")[0], importlib.import_module(args.model).SIZES[args.size]
+    chip, c = args.topology.split(":")[0], MODELS[args.model].sizes[args.size]
     head_dim, heads = getattr(c, "head_dim", 0) or c.dim // c.n_heads, c.n_heads // getattr(c, "n_kv_heads", c.n_heads)
     wanted = {"splash_attention": {"T": 8192, "H": heads, "D": head_dim}}
     if hasattr(c, "vocab"):
@@ -263,7 +265,7 @@ def tune(args):
             continue
         tries = [r for blocks in candidates(op, sizes, chip) if (r := measure_ours(op, sizes, blocks, args.topology))]
         if not tries:
-            raise SystemExit(f"{chip} {name}: no candidate fits; see bench_kernels.candidates")
+            raise kernels.KernelError(f"{chip} {name}: no candidate fits; see bench_kernels.candidates")
         # Equals: the first one.
         best = [max((r[kernel] for r in tries), key=lambda r: round(r["efficiency"], 2)) for kernel in OURS[op][2]]
         entry = {"blocks": [size for r in best for size in r["blocks"]]}
@@ -279,19 +281,30 @@ def tune(args):
             for chip, rows in sorted(kernels.TABLE.items())) + "\n}\n")
 
 
-def main(argv=None):
+def main(argv):
     global FOLDER
     p = argparse.ArgumentParser(prog="bench.py", description=__doc__.split("\n")[0])
     p.add_argument("command", choices=["kernels", "tune"])
     p.add_argument("--topology", default="tpu7x:2x2x1")
     p.add_argument("--json", metavar="FILE", help="kernels: everything measured")
-    p.add_argument("--model", default="llama3", help="tune")
+    p.add_argument("--model", default="llama3", choices=MODELS, help="tune")
     p.add_argument("--size", default="8b", help="tune")
     args = p.parse_args(argv)
+    chip = args.topology.split(":")[0]
+    if chip not in CORES:
+        raise UsageError(f"--topology {args.topology}: chips are {', '.join(CORES)}, e.g. tpu7x:2x2x1")
+    if args.size not in MODELS[args.model].sizes:
+        raise UsageError(f"--size {args.size} is not a size of {args.model}: {', '.join(MODELS[args.model].sizes)}")
+    if args.json and not os.path.isdir(os.path.dirname(args.json) or "."):
+        raise UsageError(f"--json {args.json}: its folder does not exist")
     FOLDER = tempfile.TemporaryDirectory()
     # libtpu reads it once, when the first topology is made. JAX's kernels ask for no VMEM of their own: the same for both sides.
     os.environ["LIBTPU_INIT_ARGS"] = (
         f"--xla_jf_dump_to={FOLDER.name} --xla_jf_dump_llo_pass_label_regex=final.* "
-        f"--xla_tpu_scoped_vmem_limit_kib={kernels.VMEM_MIB[args.topology.split(':')[0]] << 10}")
+        f"--xla_tpu_scoped_vmem_limit_kib={kernels.VMEM_MIB[chip] << 10}")
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    try:
+        topologies.get_topology_desc(platform="tpu", topology_name=args.topology)
+    except jax.errors.JaxRuntimeError as e:
+        raise UsageError(f"--topology {args.topology}: the compiler does not know it: {str(e).splitlines()[0][:200]}") from e
     {"kernels": kernels_command, "tune": tune}[args.command](args)

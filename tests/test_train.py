@@ -177,3 +177,16 @@ def test_parameters_and_flops_are_the_published_ones():
         model = train.build_model(args, train.choose_size(args), None)
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
     assert math.isclose(model.flops_per_token(0) / 6e9, 21.5, rel_tol=0.05)  # 22B active less the embedding
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["step", "--size", "9b"], "--size 9b"), (["compile", "--depths", "0"], "--depths: 0"), (["nope"], "'nope'"),
+    (["kernels", "--topology", "v9:2x2"], "--topology v9:2x2"), (["kernels", "--json", "/nope/x.json"], "--json /nope/x.json"),
+    (["tune", "--size", "9z"], "--size 9z")])
+def test_bad_flags_of_bench_are_one_line(argv, said, capsys):
+    try:
+        code = bench.main(argv)
+    except SystemExit as e:  # argparse's own
+        code = e.code
+    assert code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
