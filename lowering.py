@@ -383,10 +383,14 @@ def collectives(axis_of_group):
 
 
 def host_memory():
-    """Lowerings of what moves between a TPU's HBM and its host's memory."""
+    """Lowerings of what moves between a TPU's HBM and its host's memory. Each transfer has a buffer in HBM of its own: one that
+    shares the loop's carried x must end before x is overwritten, or begin after its last use, and nothing hides it."""
+    def own(x):  # a copy that the compiler cannot see through: nothing merges it with x until all is scheduled
+        return lax.optimization_barrier(x * lax.optimization_barrier(jnp.ones((), x.dtype)))
+
     to_device = functools.partial(jax.device_put, device=jax.memory.Space.Device)
-    return {"tpu.to_host.default": functools.partial(jax.device_put, device=jax.memory.Space.Host),
-            "tpu.to_device.default": to_device, "loop": functools.partial(_loop, fetch=to_device)}
+    return {"tpu.to_host.default": lambda x: jax.device_put(own(x), jax.memory.Space.Host), "tpu.to_device.default": to_device,
+            "loop": functools.partial(_loop, fetch=lambda x: own(to_device(x)))}
 
 
 # ------------------------------------------------------------------------------------------ the interpreter
