@@ -203,6 +203,22 @@ def test_on_a_full_torus_gathers_and_reductions_of_a_weight_stay_what_they_are()
     assert "all-gather(" in text and "all-reduce(" not in text
 
 
+def test_what_a_loop_keeps_in_host_memory_moves_beside_its_matmuls():
+    """Without a buffer of its own a slice is fetched after the last use of the one before it, with nothing left to hide it."""
+    table = lowering.host_memory()
+
+    def step(x, w):
+        x, saved = table["loop"](lambda x, w: [x + jax.nn.silu(x @ w), table["tpu.to_host.default"](x)], [x], [w], [], False, 0)
+        return table["loop"](lambda g, x, w: [g + (g * jnp.tanh(x @ w)) @ w.T, (x.T @ g).astype(jnp.float32).sum()], [x], [saved, w], [], True, 1)
+
+    text = compiled_for_tpu7x(step, ((4096, 4096), jnp.bfloat16), ((4, 4096, 4096), jnp.bfloat16))
+    # A third of what an iteration computes, at so much bandwidth.
+    phases = hlo.Replay(text, 1 / 2.2e9, {"ici": 1e11, "host": 400e9, "hbm": 4e12, "sparsecore": 4e12}, 1, None).run()
+    loops = hlo.total([(label, counts) for label, counts in phases if "loop" in label])
+    assert loops["bytes", "host"] == 2 * 4 * 4096 * 4096 * 2
+    assert loops["s", "copies to host"] < 0.1 * loops["busy", "copies to host"]
+
+
 def test_heads_are_split_after_their_matmul_and_few_matrices_are_summed_by_adds():
     def cycles(f, *arrays):
         return sum(int(c) for c in re.findall(r'estimated_cycles":"(\d+)"', compiled_for_tpu7x(f, *arrays)) if int(c) < 2**62)
