@@ -198,9 +198,9 @@ def report(args):
     model_flops = model.flops_per_token(args.seq) * tokens
 
     memory = [part.executable.memory_analysis() for _, part, _ in parts]
-    resident, largest = max(((part.resident_bytes, m) for (_, part, _), m in zip(parts, memory)),
-                            key=lambda at: at[0] + at[1].peak_memory_in_bytes)
-    state, peak = largest.argument_size_in_bytes + resident, largest.peak_memory_in_bytes + resident
+    peak, resident, largest = max(((hbm_peak(m) + part.resident_bytes, part.resident_bytes, m) for (_, part, _), m in zip(parts, memory)),
+                                  key=lambda at: at[0])
+    state = largest.argument_size_in_bytes + resident
     host = graph_trainer.host_bytes(step.graph.gm)
     saved = sum(saved_bytes(part.gm) for _, part, _ in parts) - host * args.scan
     published, where = args.recipe and recipes.RECIPES[args.recipe].published or (None, "nowhere")
@@ -226,6 +226,13 @@ def report(args):
         "assumed_for_ops_without_cycles_s": counts["guessed", "ops"],
         **{f"assumed_for_{op}_s": s for op, s in kernel_s.items()},
     }, phases
+
+
+def hbm_peak(memory):
+    """A program's peak in HBM as the compiler gives it. With --offload that figure can be the arguments' and the host's buffers';
+    then at most: what it lays out for arguments, temporaries and results."""
+    return min(memory.peak_memory_in_bytes, memory.argument_size_in_bytes + memory.temp_size_in_bytes
+               + memory.output_size_in_bytes - memory.alias_size_in_bytes)
 
 
 def saved_bytes(gm):
