@@ -131,8 +131,3 @@ class Program:
         if isinstance(x, torch.Tensor):
             return x
         return torch.from_numpy(np.array(x)).to(self.device)
-
-
-def to_jax(params):
-    """Weights on the device -> jax.Arrays on the CPU, which is what checkpoint.py writes."""
-    return tree_map(lambda x: jax.numpy.asarray(x.cpu().numpy()), params)

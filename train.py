@@ -44,8 +44,8 @@ from muse_glimmer import MuseGlimmer
 from qwen3 import Qwen3
 from qwen3_moe import Qwen3MoE
 
-MODELS = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3MoE, "muse_glimmer": MuseGlimmer,
-          "flux": Flux}
+MODELS = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3MoE, "muse_glimmer": MuseGlimmer, "flux": Flux}
+BLOCKS = {"sa": kernels.SplashBlocks, "ce": kernels.CrossEntropyBlocks}  # by the prefix of their flags
 
 # By device_kind: the chip's name and the peak bf16 FLOP/s of one JAX device of it.
 CHIPS = {"TPU v5 lite": ("v5e", 197e12), "TPU v5": ("v5p", 459e12), "TPU v6 lite": ("v6e", 918e12), "TPU7x": ("tpu7x", 1153.5e12)}
@@ -55,14 +55,12 @@ class UsageError(Exception):
     """What the user asked for cannot be; the message is one line that names the flag, the value and the fix."""
 
 
-# --------------------------------------------------------------------------------------- command line
-
-
 def parse_args(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     p.error = lambda message: (_ for _ in ()).throw(UsageError(message))
+    on_off = argparse.BooleanOptionalAction
 
-    def positive(kind, zero=False):
+    def number(kind, zero=False):
         def parse(text):
             value = kind(text)
             if not (0 < value < math.inf or zero and value == 0):
@@ -71,140 +69,137 @@ def parse_args(argv):
         parse.__name__ = kind.__name__
         return parse
 
-    g = p.add_argument_group("model")
-    g.add_argument("--model", default="llama3", choices=MODELS)
-    g.add_argument("--size", default="debug", help="a size of the model file (default: debug)")
-    g.add_argument("--init-from", metavar="DIR", help="start from a Hugging Face folder's weights (and tokenizer.json); "
-                   "its config.json gives the size")
-    g.add_argument("--layers", type=positive(int), help="override the size's number of layers")
-    g.add_argument("--dtype", choices=["float32", "bfloat16"],
-                   help="compute dtype (default: bfloat16 on TPU, float32 on CPU); weights, moments and loss stay fp32")
+    count, natural, positive, not_negative = number(int), number(int, zero=True), number(float), number(float, zero=True)
 
-    g = p.add_argument_group("data")
-    g.add_argument("--data", metavar="PATH", help="a text file, a folder of text or a .bin of token ids "
-                   "(default: the Python standard library's source, as bytes)")
-    g.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: bytes)")
-    g.add_argument("--seq", type=positive(int), default=256, help="tokens in a row")
-    g.add_argument("--batch", type=positive(int), help="rows in a step, over all devices (default: 8; flux 32)")
+    add = p.add_argument_group("model").add_argument
+    add("--model", default="llama3", choices=MODELS)
+    add("--size", default="debug", help="a size of the model file (default: debug)")
+    add("--init-from", metavar="DIR", help="start from a Hugging Face folder: its weights, size and tokenizer.json")
+    add("--layers", type=count, help="override the size's number of layers")
+    add("--dtype", choices=["float32", "bfloat16"], help="of compute (default: bfloat16 on TPU); weights and moments are fp32")
 
-    g = p.add_argument_group("optimization")
-    g.add_argument("--steps", type=positive(int), default=250)
-    g.add_argument("--lr", type=positive(float), help="the highest learning rate (default: 1e-3; flux 3e-3)")
-    g.add_argument("--warmup", type=positive(int, zero=True), default=20, help="steps until the full learning rate; then a cosine to lr/10")
-    g.add_argument("--weight-decay", type=positive(float, zero=True), default=0.1)
-    g.add_argument("--clip", type=positive(float, zero=True), default=1.0, help="largest norm of the whole gradient; 0: do not clip, "
-                   "so that with --split a group's update is part of its backward")
-    g.add_argument("--seed", type=positive(int, zero=True), default=0)
+    add = p.add_argument_group("data").add_argument
+    add("--data", metavar="PATH", help="text file, folder of text or .bin of token ids (default: Python's library, as bytes)")
+    add("--tokenizer", metavar="FILE", help="tokenizer.json (default: bytes)")
+    add("--seq", type=count, default=256, help="tokens in a row")
+    add("--batch", type=count, help="rows in a step, over all devices (default: 8; flux 32)")
 
-    g = p.add_argument_group("how it runs")
-    g.add_argument("--mode", default="graph", choices=["graph", "compile", "eager"])
-    g.add_argument("--tpu_config.eager_mode", dest="mode", type=lambda text: {"DEFER_AND_FUSE": "eager"}.get(text, text), choices=["eager"], metavar="DEFER_AND_FUSE",
-                   help="--mode eager")
-    g.add_argument("--compile.enable", dest="mode", action="store_const", const="compile", help="--mode compile")
-    g.add_argument("--tpu_config.use_graph_trainer", dest="mode", action="store_const", const="graph", help="--mode graph")
-    g.add_argument("--eager-strict", action="store_true", help="--mode eager, one program an op instead of deferred and fused")
-    g.add_argument("--device", choices=["xla", "tpu"], help="of --mode eager and compile: torch_xla's (default) or torch_tpu's")
-    g.add_argument("--scan", "--tpu_config.use_scan_layers", dest="scan", action=argparse.BooleanOptionalAction, default=False,
-                   help="one loop over the decoder layers: compile time and program size of one layer")
-    g.add_argument("--remat", choices=graph_trainer.REMAT, help="what a layer's forward saves for its backward besides its input: nothing "
-                   "(full; default with --scan and --split), attention's results, those of all matmuls (dots), all (none; default otherwise)")
-    g.add_argument("--offload", action=argparse.BooleanOptionalAction, default=False, help="with --scan: what the layers save lies in the host's memory (--split does so always)")
-    g.add_argument("--split", "--tpu_config.use_graph_split", dest="split", type=positive(int), nargs="?", const=1, default=0,
-                   metavar="GROUPS", help="forward and backward as programs of their own, one pair for each group of layers")
-    g.add_argument("--grad-accum", type=positive(int), default=1, metavar="N", help="take the batch as N micro-batches, one after the other")
-    g.add_argument("--fsdp", "--parallelism.use_simple_fsdp", dest="fsdp", type=positive(int), nargs="?", const=0,
-                   metavar="N", help="shard over N devices (without N: all)")
-    g.add_argument("--replicas", type=positive(int), default=1, metavar="R",
-                   help="R replicas (slices) of the --fsdp group: shard within, all-reduce across")
-    g.add_argument("--devices", type=positive(int), metavar="N", help="N virtual CPU devices")
-    g.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where several processes train as one "
-                   "(a TPU pod needs none of these three)")
-    g.add_argument("--num-processes", type=positive(int))
-    g.add_argument("--process-id", type=int)
+    add = p.add_argument_group("optimization").add_argument
+    add("--steps", type=count, default=250)
+    add("--lr", type=positive, help="the highest learning rate (default: 1e-3; flux 3e-3)")
+    add("--warmup", type=natural, default=20, help="steps until the full learning rate; then a cosine to lr/10")
+    add("--weight-decay", type=not_negative, default=0.1)
+    add("--clip", type=not_negative, default=1.0, help="largest norm of the whole gradient; 0: do not clip, so that with "
+        "--split a group's update is part of its backward")
+    add("--seed", type=natural, default=0)
+
+    add = p.add_argument_group("how it runs").add_argument
+    add("--mode", default="graph", choices=["graph", "compile", "eager"])
+    add("--tpu_config.eager_mode", dest="mode", type=lambda text: {"DEFER_AND_FUSE": "eager"}.get(text, text), choices=["eager"],
+        metavar="DEFER_AND_FUSE", help="--mode eager")
+    add("--compile.enable", dest="mode", action="store_const", const="compile", help="--mode compile")
+    add("--tpu_config.use_graph_trainer", dest="mode", action="store_const", const="graph", help="--mode graph")
+    add("--eager-strict", action="store_true", help="--mode eager, one program an op instead of deferred and fused")
+    add("--device", choices=["xla", "tpu"], help="of --mode eager and compile: torch_xla's (default) or torch_tpu's")
+    add("--scan", "--tpu_config.use_scan_layers", dest="scan", action=on_off, default=False,
+        help="one loop over the layers: compile time and program size of one layer")
+    add("--remat", choices=graph_trainer.REMAT, help="what a layer saves for its backward besides its input: nothing (full; "
+        "default with --scan and --split), attention's results, those of all matmuls (dots), all (none; default otherwise)")
+    add("--offload", action=on_off, default=False, help="with --scan: what layers save lies in host memory (--split: always)")
+    add("--split", "--tpu_config.use_graph_split", dest="split", type=count, nargs="?", const=1, default=0, metavar="GROUPS",
+        help="forward and backward as programs of their own, one pair for each group of layers")
+    add("--grad-accum", type=count, default=1, metavar="N", help="take the batch as N micro-batches, one after the other")
+    add("--fsdp", "--parallelism.use_simple_fsdp", dest="fsdp", type=count, nargs="?", const=0, metavar="N",
+        help="shard over N devices (without N: all)")
+    add("--replicas", type=count, default=1, metavar="R", help="R replicas (slices): shard within, all-reduce across")
+    add("--devices", type=count, metavar="N", help="N virtual CPU devices")
+    add("--coordinator", metavar="HOST:PORT", help="of process 0, where several train as one (a TPU pod: leave all three out)")
+    add("--num-processes", type=count)
+    add("--process-id", type=int)
 
     recipes.add_flags(p.add_argument_group("full-size runs, on TPUs that are here or are not"))
-    g = p.add_argument_group("kernels")
-    g.add_argument("--kernels", choices=["pallas", "interpret", "reference"], help="what attention, the loss and the grouped "
-                   "matmuls run as: Pallas (default on TPU), Pallas interpreted (anywhere, slow) or XLA (default on CPU)")
-    for flag, alias, what in [("splash", ["--splash_attention_kernel.use_splash_attention_kernel"], "attention"),
-                              ("fused-ce", [], "the loss"),
-                              ("paired-gmm", ["--use_pallas_paired_grouped_mm"], "the grouped matmuls")]:
-        g.add_argument(f"--{flag}", *alias, action=argparse.BooleanOptionalAction, default=None,
-                       dest=flag.replace("-", "_"), help=f"the kernel for {what}, or --no-{flag} for XLA")
-    for prefix, blocks in (("sa", kernels.SplashBlocks), ("ce", kernels.CrossEntropyBlocks)):
+    add = p.add_argument_group("kernels").add_argument
+    add("--kernels", choices=["pallas", "interpret", "reference"], help="attention, loss and grouped matmuls in Pallas "
+        "(default on TPU), in Pallas interpreted (anywhere, slow) or in XLA (default on CPU)")
+    add("--splash", "--splash_attention_kernel.use_splash_attention_kernel", dest="splash", action=on_off,
+        help="the kernel for attention, or --no-splash for XLA")
+    add("--fused-ce", action=on_off, help="the kernel for the loss, or --no-fused-ce for XLA")
+    add("--paired-gmm", "--use_pallas_paired_grouped_mm", dest="paired_gmm", action=on_off,
+        help="the kernel for the grouped matmuls, or --no-paired-gmm for XLA")
+    for prefix, blocks in BLOCKS.items():
         for field in dataclasses.fields(blocks):
-            g.add_argument(f"--{prefix}-block-{field.name.replace('_', '-')}", type=positive(int), metavar="N",
-                           help=f"{blocks.__name__}.{field.name} (default: tuned for the chip)")
+            add(f"--{prefix}-block-{field.name.replace('_', '-')}", type=count, metavar="N",
+                help=f"{blocks.__name__}.{field.name} (default: tuned for the chip)")
 
-    g = p.add_argument_group("checkpoints: written in the background; SIGTERM saves and exits with code 143")
-    g.add_argument("--checkpoint", metavar="DIR", help="save to DIR (every process must see it), and at the end")
-    g.add_argument("--save-every", type=positive(int), default=100, metavar="N", help="steps between saves")
-    g.add_argument("--local-checkpoint", metavar="DIR", help="save to this DIR too, a faster one, more often")
-    g.add_argument("--local-save-every", type=positive(int), default=20, metavar="N")
-    g.add_argument("--keep", type=positive(int), default=2, metavar="K", help="checkpoints to keep in each DIR")
-    g.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint (on any mesh), or from "
-                   "the start where there never was one")
+    add = p.add_argument_group("checkpoints: written in the background; SIGTERM saves and exits with code 143").add_argument
+    add("--checkpoint", metavar="DIR", help="save to DIR (every process must see it), and at the end")
+    add("--save-every", type=count, default=100, metavar="N", help="steps between saves")
+    add("--local-checkpoint", metavar="DIR", help="save to this DIR too, a faster one, more often")
+    add("--local-save-every", type=count, default=20, metavar="N")
+    add("--keep", type=count, default=2, metavar="K", help="checkpoints to keep in each DIR")
+    add("--resume", action="store_true", help="from the newest whole checkpoint, on any mesh (or the start, if there was none)")
 
-    g = p.add_argument_group("what it shows")
-    g.add_argument("--save-hf", metavar="DIR", help="write the trained weights as a new Hugging Face folder at the end")
-    g.add_argument("--metrics", metavar="FILE", help="one JSON object a step")
-    g.add_argument("--profile", "--profiler.enable_profiling", dest="profile", nargs="?", const="5:7", metavar="START:STOP",
-                   help="where the time of these steps goes (default: 5:7): a trace, and a table of the model's lines")
-    g.add_argument("--profile-dir", metavar="DIR", default="profile", help="where --profile puts both")
-    g.add_argument("--print-graph", action="store_true", help="print the captured graph and stop")
-    g.add_argument("--print-sharding", action="store_true", help="print where every parameter lies and stop")
-    g.add_argument("--val-batches", type=positive(int), default=8, help="batches of the validation loss at the end")
-    g.add_argument("--validate-every", type=positive(int), metavar="N", help="validation loss every N steps too")
-    g.add_argument("--target-loss", type=positive(float), metavar="X", help="stop when the validation loss is X or less")
-    g.add_argument("--tensorboard", metavar="DIR", help="TensorBoard's event files of the metrics")
-    g.add_argument("--goodput", metavar="JOB", help="hand goodput to ml-goodput-measurement too, under this name")
+    add = p.add_argument_group("what it shows").add_argument
+    add("--save-hf", metavar="DIR", help="write the trained weights as a new Hugging Face folder at the end")
+    add("--metrics", metavar="FILE", help="one JSON object a step")
+    add("--profile", "--profiler.enable_profiling", dest="profile", nargs="?", const="5:7", metavar="START:STOP",
+        help="where the time of these steps goes (default: 5:7): a trace, and a table of the model's lines")
+    add("--profile-dir", metavar="DIR", default="profile", help="where --profile puts both")
+    add("--print-graph", action="store_true", help="print the captured graph and stop")
+    add("--print-sharding", action="store_true", help="print where every parameter lies and stop")
+    add("--val-batches", type=count, default=8, help="batches of the validation loss at the end")
+    add("--validate-every", type=count, metavar="N", help="validation loss every N steps too")
+    add("--target-loss", type=positive, metavar="X", help="stop when the validation loss is X or less")
+    add("--tensorboard", metavar="DIR", help="TensorBoard's event files of the metrics")
+    add("--goodput", metavar="JOB", help="hand goodput to ml-goodput-measurement too, under this name")
+
     args = p.parse_args(argv)
     if args.recipe:
         if args.recipe not in recipes.RECIPES:
             raise UsageError(f"--recipe {args.recipe} is not one of: {', '.join(recipes.RECIPES)}")
-        own, args = args, p.parse_args(recipes.argv_of(args.recipe) + list(sys.argv[1:] if argv is None else argv))
+        own, args = args, p.parse_args([*recipes.argv_of(args.recipe), *argv])
         if args.fsdp is None and not args.topology and args.mode == "graph":
             args.fsdp = 0  # over all devices, as planned
         if own.batch and not own.per_device_batch:  # the user's, instead of the recipe's
             args.per_device_batch = None
-    if args.batch and args.per_device_batch:
-        raise UsageError(f"--batch {args.batch} is over all devices, --per-device-batch {args.per_device_batch} on each: give one")
+    if args.batch and args.per_device_batch:  # before the model's own batch stands in
+        raise UsageError(f"--batch {args.batch} is over all devices, --per-device-batch {args.per_device_batch} on each: "
+                         "give one")
     for name, value in MODELS[args.model].defaults.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    if args.model == "flux" and args.tokenizer:
-        raise UsageError(f"--tokenizer {args.tokenizer}: --model flux reads no text, leave it out")
-    if (args.report or args.picture or args.slices != 1) and not args.topology:
-        raise UsageError("--report, --picture and --slices go with --topology NAME")
-    if args.offload and not args.scan:
-        raise UsageError("--offload goes with --scan (--split keeps what it saves in host memory by itself)")
-    if args.split and args.scan:
-        raise UsageError("--split cuts unrolled layers into programs: leave out --scan (or add --no-scan, after --recipe)")
-    if args.split and args.grad_accum > 1:
-        raise UsageError("--split cuts one batch's step into programs: leave out --grad-accum")
-    if args.profile:
-        span = re.fullmatch(r"(\d+):(\d+)", args.profile)
-        if not span or not 3 <= int(span[1]) <= int(span[2]) <= args.steps:
-            raise UsageError(f"--profile {args.profile} must be START:STOP, from step 3 (two to warm up) to --steps {args.steps}")
-        if args.split:
-            raise UsageError("--profile reads one program: leave out --split")
-    if args.seed >= 2**31:
-        raise UsageError(f"--seed {args.seed} is too large: below 2147483648")
-    if args.resume and not (args.checkpoint or args.local_checkpoint):
-        raise UsageError("--resume needs --checkpoint DIR or --local-checkpoint DIR")
-    if args.target_loss and not args.validate_every:
-        raise UsageError(f"--target-loss {args.target_loss} needs --validate-every N")
-    if args.mode != "graph":
-        for flag in ("scan", "split", "remat", "offload", "grad_accum", "fsdp", "replicas", "devices", "coordinator", "num_processes",
-                     "process_id", "topology", "per_device_batch", "checkpoint", "local_checkpoint", "kernels", "splash", "fused_ce",
-                     "paired_gmm", "libtpu_init_flags", "profile", "print_graph", "print_sharding", *(name for name in vars(args) if "_block_" in name)):
-            if getattr(args, flag) != p.get_default(flag):
-                raise UsageError(f"--{flag.replace('_', '-')} needs --mode graph (got --mode {args.mode})")
-    if args.eager_strict and args.mode != "eager" or args.device and args.mode == "graph":
-        raise UsageError(f"--eager-strict goes with --mode eager, --device with --mode eager or compile (got --mode {args.mode})")
+    check_args(args, p.get_default)
     return args
 
 
-# ------------------------------------------------------------------------------------------- set-up
+def check_args(args, default):
+    """Raises UsageError for flags that do not go together."""
+    span = re.fullmatch(r"(\d+):(\d+)", args.profile or "3:3")
+    for wrong, message in [
+            (args.model == "flux" and args.tokenizer, f"--tokenizer {args.tokenizer}: --model flux reads no text, leave it out"),
+            ((args.report or args.picture or args.slices != 1) and not args.topology,
+             "--report, --picture and --slices go with --topology NAME"),
+            (args.offload and not args.scan, "--offload goes with --scan (--split keeps what it saves in host memory by itself)"),
+            (args.split and args.scan,
+             "--split cuts unrolled layers into programs: leave out --scan (or add --no-scan, after --recipe)"),
+            (args.split and args.grad_accum > 1, "--split cuts one batch's step into programs: leave out --grad-accum"),
+            (args.split and args.profile, "--profile reads one program: leave out --split"),
+            (args.profile and not (span and 3 <= int(span[1]) <= int(span[2]) <= args.steps),
+             f"--profile {args.profile} must be START:STOP, from step 3 (two to warm up) to --steps {args.steps}"),
+            (args.seed >= 2**31, f"--seed {args.seed} is too large: below 2147483648"),
+            (args.resume and not (args.checkpoint or args.local_checkpoint),
+             "--resume needs --checkpoint DIR or --local-checkpoint DIR"),
+            (args.target_loss and not args.validate_every, f"--target-loss {args.target_loss} needs --validate-every N")]:
+        if wrong:
+            raise UsageError(message)
+    if args.mode != "graph":
+        for flag in ("scan", "split", "remat", "offload", "grad_accum", "fsdp", "replicas", "devices", "coordinator",
+                     "num_processes", "process_id", "topology", "per_device_batch", "checkpoint", "local_checkpoint", "kernels",
+                     "splash", "fused_ce", "paired_gmm", "libtpu_init_flags", "profile", "print_graph", "print_sharding",
+                     *(name for name in vars(args) if "_block_" in name)):
+            if getattr(args, flag) != default(flag):
+                raise UsageError(f"--{flag.replace('_', '-')} needs --mode graph (got --mode {args.mode})")
+    if args.eager_strict and args.mode != "eager" or args.device and args.mode == "graph":
+        raise UsageError(f"--eager-strict goes with --mode eager, --device with --mode eager or compile (got --mode {args.mode})")
 
 
 def choose_devices(args):
@@ -230,24 +225,21 @@ def choose_devices(args):
             jax.distributed.initialize()  # one process a host: finds the others by itself
         except ValueError as e:  # no cluster that JAX knows: with a TPU its other hosts would each train alone
             if jax.devices()[0].platform == "tpu":
-                raise UsageError("JAX does not find this TPU's other hosts by itself: give --coordinator HOST:PORT --num-processes N "
-                                 f"--process-id I (of a single host, localhost:1234 1 0). It says: {e}") from e
+                raise UsageError("JAX does not find this TPU's other hosts by itself: give --coordinator HOST:PORT "
+                                 f"--num-processes N --process-id I (of a single host, localhost:1234 1 0). It says: {e}") from e
     devices = jax.devices()
     shards = max(len(devices) // args.replicas, 1) if args.fsdp == 0 else args.fsdp or 1
-    n = shards * args.replicas
+    n, split = shards * args.replicas, f"--fsdp {shards} x --replicas {args.replicas}"
     if n > len(devices):
-        raise UsageError(f"--fsdp {shards} x --replicas {args.replicas} is {n} devices and there are {len(devices)} "
-                         f"(--devices {n} gives virtual ones on the CPU)")
+        raise UsageError(f"{split} is {n} devices and there are {len(devices)} (--devices {n} gives virtual ones on the CPU)")
     args.batch = args.per_device_batch * n if args.per_device_batch else args.batch
     if args.batch % n:
-        raise UsageError(f"--batch {args.batch} does not divide over {n} devices (--fsdp {shards} x --replicas "
-                         f"{args.replicas}): make it a multiple of {n}")
+        raise UsageError(f"--batch {args.batch} does not divide over {n} devices ({split}): make it a multiple of {n}")
     if args.batch // n % args.grad_accum:
-        raise UsageError(f"--grad-accum {args.grad_accum} does not divide a device's {args.batch // n} rows (--batch {args.batch} "
-                         f"over {n} devices)")
+        raise UsageError(f"--grad-accum {args.grad_accum} does not divide a device's {args.batch // n} rows (--batch "
+                         f"{args.batch} over {n} devices)")
     if n < len(devices) and jax.process_count() > 1:
-        raise UsageError(f"--fsdp {shards} x --replicas {args.replicas} must use all {len(devices)} devices of the "
-                         f"{jax.process_count()} processes")
+        raise UsageError(f"{split} must use all {len(devices)} devices of the {jax.process_count()} processes")
     say(f"device: {devices[0].device_kind} ({devices[0].platform}), using {n} of {len(devices)}")
     device_mesh = simple_fsdp.capture_mesh(shards, args.replicas) if n > 1 else None
     return lowering.make_mesh(args.replicas, shards, devices[:n]), device_mesh
@@ -297,19 +289,6 @@ def build_model(args, config, device_mesh):
     return model
 
 
-def print_sharding(model):
-    for name, p in model.named_parameters():
-        placements = getattr(p, "placements", "whole")
-        say(f"{name:60} {str(tuple(p.shape)):28} {placements}")
-
-
-def batch_spec(model, rows, seq):
-    """A device's batch as meta tensors: a text model's, or what the model says itself."""
-    if hasattr(model, "batch_spec"):
-        return model.batch_spec(rows, seq)
-    return {name: torch.empty(rows, seq, dtype=torch.int32, device="meta") for name in ("segment_ids", "targets", "tokens")}
-
-
 def build_programs(args, model, opt, device_mesh, mesh):
     """-> the training step, (state, batch) -> (state, metrics), and the evaluation, (params, batch) -> loss,
     captured: two lowering.Programs to lower and compile."""
@@ -320,8 +299,9 @@ def build_programs(args, model, opt, device_mesh, mesh):
     def psum(x, dims=None):
         return simple_fsdp.all_sum(x, device_mesh, dims) if device_mesh else x
 
-    rows = args.batch // mesh.size
-    batch = batch_spec(model, rows, args.seq)
+    shape = args.batch // mesh.size, args.seq
+    batch = model.batch_spec(*shape) if hasattr(model, "batch_spec") else {
+        name: torch.empty(shape, dtype=torch.int32, device="meta") for name in ("segment_ids", "targets", "tokens")}
     state = graph_trainer.state_spec(model)
     params = {name: lowering.partition_spec(p) for name, p in model.named_parameters()}
     states, batches = {"m": params, "params": params, "step": P(), "v": params}, {k: P(mesh.axis_names) for k in batch}
@@ -337,16 +317,16 @@ def build_programs(args, model, opt, device_mesh, mesh):
         stages = graph_trainer.split(graph, [i >= n - len(batch) for i in range(n)]) if args.split else None
         return lowering.Program(graph, mesh, in_specs, out_specs, table, donate, stages)
 
-    return (program(step, (states, batches), (states, metrics), donate=1),
-            program(evaluate, (params, batches), P()))
+    return program(step, (states, batches), (states, metrics), donate=1), program(evaluate, (params, batches), P())
 
 
 def check_host_memory(step, args):
     """Refuses activations that this process's host cannot hold beside what it holds already."""
-    needed = graph_trainer.host_bytes(step.graph.gm) * len(step.mesh.local_devices)
-    if needed and needed > (available := available_memory()):
+    devices = len(step.mesh.local_devices)
+    needed = graph_trainer.host_bytes(step.graph.gm) * devices
+    if needed > (available := available_memory()):
         raise UsageError(f"--{'offload' if args.offload else 'split'} needs {needed / 1e9:,.1f} GB of this host's memory for its "
-                         f"{len(step.mesh.local_devices)} devices, and {available / 1e9:,.1f} GB are free: lower --batch (got {args.batch}) or --seq")
+                         f"{devices} devices, and {available / 1e9:,.1f} GB are free: lower --batch (got {args.batch}) or --seq")
 
 
 def available_memory():
@@ -360,20 +340,19 @@ def kernel_table(args, device):
     kind = args.kernels or ("pallas" if on_tpu else "reference")
     if kind == "pallas" and not on_tpu:
         raise UsageError("--kernels pallas needs a TPU: --kernels interpret runs the same kernels here, slowly")
-    kinds = {}
-    for name in ("splash", "fused_ce", "paired_gmm"):
-        if (wanted := getattr(args, name)) and kind == "reference":
-            raise UsageError(f"--{name.replace('_', '-')} needs a TPU, or --kernels interpret to run here, slowly")
-        kinds[name] = "reference" if wanted is False else kind
-    blocks = {}
-    for prefix, name, cls in (("sa", "splash_blocks", kernels.SplashBlocks), ("ce", "ce_blocks", kernels.CrossEntropyBlocks)):
-        given = {f.name: value for f in dataclasses.fields(cls) if (value := getattr(args, f"{prefix}_block_{f.name}"))}
-        blocks[name] = cls(**given) if given else None
+    kinds = {name: "reference" if getattr(args, name) is False else kind for name in ("splash", "fused_ce", "paired_gmm")}
+    if kind == "reference" and (wanted := [name for name in kinds if getattr(args, name)]):
+        raise UsageError(f"--{wanted[0].replace('_', '-')} needs a TPU, or --kernels interpret to run here, slowly")
     if kind == "pallas" and device.device_kind not in CHIPS:
         raise UsageError(f"--kernels pallas knows {', '.join(CHIPS)}, and this is {device.device_kind}: add it to CHIPS in "
                          "train.py and to kernels.VMEM_MIB, or use --kernels reference")
     chip = CHIPS[device.device_kind][0] if on_tpu and kind == "pallas" else "tpu7x"  # interpreted kernels take tpu7x's limits
-    return kernels.lowerings(kind, **kinds, **blocks, chip=chip)
+
+    def blocks(prefix):
+        given = {f.name: n for f in dataclasses.fields(BLOCKS[prefix]) if (n := getattr(args, f"{prefix}_block_{f.name}"))}
+        return BLOCKS[prefix](**given) if given else None
+
+    return kernels.lowerings(kind, **kinds, splash_blocks=blocks("sa"), ce_blocks=blocks("ce"), chip=chip)
 
 
 @contextlib.contextmanager
@@ -396,14 +375,10 @@ def phase(name):
         say(f" {time.perf_counter() - start:.1f} s")
 
 
-# --------------------------------------------------------------------------------------------- training
-
-
 def train(args):
     log = run_log.RunLog()
-    if args.metrics and (os.path.exists(args.metrics) and not args.resume
-                         or not os.path.isdir(os.path.dirname(args.metrics) or ".")):
-        raise UsageError(f"--metrics {args.metrics} exists or its folder does not: name a new file, or --resume")
+    if (file := args.metrics) and (os.path.exists(file) and not args.resume or not os.path.isdir(os.path.dirname(file) or ".")):
+        raise UsageError(f"--metrics {file} exists or its folder does not: name a new file, or --resume")
     mesh, device_mesh = choose_devices(args)
     device = mesh.devices.flat[0]
     chip, peak = CHIPS.get(device.device_kind, (None, None))
@@ -411,8 +386,8 @@ def train(args):
     if args.save_hf and os.path.exists(args.save_hf):
         raise UsageError(f"--save-hf {args.save_hf} exists: name another folder")
     config = choose_size(args)
-    if args.init_from and not args.tokenizer and os.path.exists(os.path.join(args.init_from, "tokenizer.json")):
-        args.tokenizer = os.path.join(args.init_from, "tokenizer.json")
+    if args.init_from and not args.tokenizer and os.path.exists(own := os.path.join(args.init_from, "tokenizer.json")):
+        args.tokenizer = own
     with log.lost("data"):
         if args.model == "flux":
             dataset = flux_data.load(config, args.data, args.seed)
@@ -428,7 +403,9 @@ def train(args):
     if args.init_from:  # now, not after minutes of compiling
         checkpoint.check(args.init_from, model, checkpoint.open_hf(args.init_from))
     if args.print_sharding:
-        return print_sharding(model)
+        for name, p in model.named_parameters():
+            say(f"{name:60} {str(tuple(p.shape)):28} {getattr(p, 'placements', 'whole')}")
+        return
     tiers = [(args.checkpoint, args.save_every), (args.local_checkpoint, args.local_save_every)]
     run = {name: getattr(args, name) for name in ("model", "scan", "batch", "seq", "seed")} | dataclasses.asdict(config)
     flags = {name: getattr(args, name) for name in ("steps", "lr", "warmup", "weight_decay", "clip", "dtype", "grad_accum")}
@@ -437,14 +414,15 @@ def train(args):
         saves = checkpoint.Checkpoints(tiers, args.keep, run, flags | {"data": str(dataset)}, shapes, args.resume)
 
     if args.profile and int(args.profile.split(":")[0]) < saves.step + 3:
-        raise UsageError(f"--profile {args.profile}: --resume goes on after step {saves.step}, START must be {saves.step + 3} or later")
+        raise UsageError(f"--profile {args.profile}: --resume goes on after step {saves.step}, START must be {saves.step + 3} or "
+                         "later")
     opt = graph_trainer.AdamW(lr=args.lr, min_lr=args.lr / 10, warmup=args.warmup, steps=args.steps,
                               weight_decay=args.weight_decay, clip=args.clip)
     with log.lost("compile"), phase("tracing"):
         step, evaluate = build_programs(args, model, opt, device_mesh, mesh)
     if args.print_graph:
         return print(step.graph.readable())
-    if args.mode == "graph":
+    if args.offload or args.split:
         check_host_memory(step, args)
     with log.lost("compile"), phase("lowering"):
         step.lower()
@@ -472,22 +450,22 @@ def train(args):
 
     profile = profiling.Profile(args.profile_dir, *map(int, args.profile.split(":"))) if args.profile else None
 
+    def validates(number):
+        return args.validate_every and number % args.validate_every == 0
+
     def wanted(number):  # the state after this step
-        return (saves.due(number) or bool(args.validate_every) and number % args.validate_every == 0
-                or profile is not None and number in profile.edges)
+        return saves.due(number) or validates(number) or profile and number in profile.edges
 
     flops = model.flops_per_token(args.seq) / mesh.size
     rates, loss = [], None
     for number, state, metrics, seconds, waited in run_steps(step, state, dataset, mesh, args, saves.step, wanted):
         log.step(number, seconds, waited)
-        rate = args.batch * args.seq / seconds
-        rates.append(rate)
+        rates.append(rate := args.batch * args.seq / seconds)
         mfu = flops * rate / peak if peak else None
-        due = args.validate_every and number % args.validate_every == 0
-        loss = validate(state["params"]) if due else None
+        loss = validate(state["params"]) if validates(number) else None
         say(f"step {number:5d}  loss {metrics['loss']:.4f}  grad_norm {metrics['grad_norm']:.3f}  "
             f"lr {metrics['lr']:.2e}  {rate:,.0f} tokens/s" + (f"  mfu {mfu:.1%}" if mfu else "")
-            + (f"  validation loss {loss:.4f}" if due else ""))
+            + (f"  validation loss {loss:.4f}" if loss is not None else ""))
         log.write(number, metrics | {"tokens_per_s": rate, "step_s": seconds, "mfu": mfu, "validation_loss": loss})
         if profile and (text := profile.after(number, state, step)):
             say(text)
@@ -495,7 +473,7 @@ def train(args):
             saves.close()
             log.close()
             raise UsageError(f"step {number}: {metrics} is not finite; lower --lr (got {args.lr}) or raise --warmup")
-        reached = due and args.target_loss and loss <= args.target_loss
+        reached = args.target_loss and loss is not None and loss <= args.target_loss
         if state:
             with log.lost("checkpoint"):
                 saves.save(number, state, last=reached or number == args.steps)
@@ -514,9 +492,8 @@ def train(args):
         + ("mean squared error of the velocity" if args.model == "flux" else
            f"nats a token (token frequencies alone: {dataset.unigram_loss():.4f})"))
     if args.save_hf:
-        if args.mode != "graph":
-            import eager
-            state["params"] = eager.to_jax(state["params"])
+        if args.mode != "graph":  # torch's, on its device
+            state["params"] = {name: jax.numpy.asarray(x.cpu().numpy()) for name, x in state["params"].items()}
         checkpoint.save_hf(args.save_hf, model, state["params"], eos=getattr(dataset, "eod", None), tokenizer=args.tokenizer)
 
 
@@ -548,9 +525,10 @@ def say(*text, end="\n"):
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        if (argv or sys.argv[1:])[:1] == ["plot"]:
-            return run_log.plot((argv or sys.argv[1:])[1:])
+        if argv[:1] == ["plot"]:
+            return run_log.plot(argv[1:])
         args = parse_args(argv)
         if args.topology:  # chips that are not here: compile for them and say what it would be like
             import plan
