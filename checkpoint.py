@@ -9,7 +9,7 @@ Notable features:
 - every device's shard is read from the file by itself: no process ever holds the model, nor a whole stack of layers
 - names, shapes and dtypes are checked from the files' headers before the first weight is read, and everything
   that is wrong is in one error
-- writing holds one layer's parameter at a time, and the folder appears only when it is complete
+- writing holds one file's tensors at a time, and the folder appears only when it is complete
 - a model file says its own names: `hf_name`, `hf_ignored`, `Config.from_hf`, `Config.to_hf`
 - training states are written in the background by all processes, with digests, and fit any mesh
 """
@@ -33,6 +33,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch.utils._pytree import tree_map
 
 from lowering import partition_spec
 
@@ -41,9 +43,6 @@ DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np
 
 class CheckpointError(Exception):
     """The folder and the model do not go together; the message names every file, key or tensor at fault."""
-
-
-# ------------------------------------------------------------------------------------------- reading
 
 
 def read_json(folder, name):
@@ -165,9 +164,6 @@ def load_hf(folder, model, mesh, dtype=jnp.float32):
     return {name: load(name, p) for name, p in model.named_parameters()}
 
 
-# ------------------------------------------------------------------------------------------- writing
-
-
 def save_hf(folder, model, params, dtype="F32", eos=None, tokenizer=None, shard_bytes=5 * 10**9):
     """{name: jax.Array} of a model -> a new Hugging Face folder that transformers loads.
 
@@ -176,42 +172,42 @@ def save_hf(folder, model, params, dtype="F32", eos=None, tokenizer=None, shard_
     """
     if os.path.exists(folder):
         raise CheckpointError(f"{folder} exists: name another folder")
-    plan = [(tensor, name, at, shape, transposed) for name, p in model.named_parameters()
-            for names, shape, transposed in [pieces(model, name, tuple(p.shape))] for at, tensor in names.items()]
-    stem = getattr(model, "hf_file", "model")
+    stem, dtype = getattr(model, "hf_file", "model"), DTYPES[dtype]
     files, room = [], 0
-    for entry in plan:
-        size = int(np.prod(entry[3])) * DTYPES[dtype].itemsize
-        if size > room:
-            files.append([])
-            room = shard_bytes
-        files[-1].append(entry)
-        room -= size
+    for name, p in model.named_parameters():
+        names, shape, transposed = pieces(model, name, tuple(p.shape))
+        size = int(np.prod(shape)) * dtype.itemsize
+        for at, tensor in names.items():
+            if size > room:
+                files.append([])
+                room = shard_bytes
+            files[-1].append((tensor, name, at, shape[0], transposed))
+            room -= size
 
-    writes = jax.process_index() == 0
-    unfinished = f"{folder}.unfinished"
+    writes, unfinished = jax.process_index() == 0, f"{folder}.unfinished"
     if writes:
         shutil.rmtree(unfinished, ignore_errors=True)
         os.makedirs(unfinished)
-    weight_map = {}
+    weight_map, total = {}, 0
     for number, entries in enumerate(files, 1):
         file = f"{stem}-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else f"{stem}.safetensors"
-        weight_map |= {entry[0]: file for entry in entries}
-        write_safetensors(os.path.join(unfinished, file) if writes else None, entries, params, dtype)
+        tensors = gather(entries, params, dtype)
+        if writes:
+            save_file(tensors, os.path.join(unfinished, file), {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(x.nbytes for x in tensors.values())
     if writes:
         config = model.config.to_hf()
         if "model_type" in config:  # transformers'
-            config |= {"dtype": DTYPES[dtype].name, "bos_token_id": None, "eos_token_id": eos}
+            config |= {"dtype": dtype.name, "bos_token_id": None, "eos_token_id": eos}
         write_json(unfinished, "config.json", config)
         if len(files) > 1:
-            total = sum(int(np.prod(entry[3])) for entry in plan) * DTYPES[dtype].itemsize
-            write_json(unfinished, f"{stem}.safetensors.index.json",
-                       {"metadata": {"total_size": total}, "weight_map": weight_map})
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_json(unfinished, f"{stem}.safetensors.index.json", index)
         if tokenizer:
             shutil.copy(tokenizer, os.path.join(unfinished, "tokenizer.json"))
         os.rename(unfinished, folder)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"save_hf {folder}")
+    multihost_utils.sync_global_devices(f"save_hf {folder}")
 
 
 def write_json(folder, name, value):
@@ -227,42 +223,28 @@ def part(x, layer):
 
 def to_host(x):
     """A jax.Array as numpy; one process cannot read another's shards by itself."""
-    return np.asarray(x) if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
+    return multihost_utils.process_allgather(x, tiled=True)
 
 
-def write_safetensors(path, entries, params, dtype):
-    """One file, tensor after tensor. path: None where another process writes (this one helps to gather).
-
-    The format: the header's length (8 bytes), the header (JSON: names, dtypes, shapes, offsets), the data. The
-    safetensors library writes only from whole dictionaries.
-    """
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for tensor, _, _, shape, transposed in entries:
-        end = offset + int(np.prod(shape)) * DTYPES[dtype].itemsize
-        header[tensor] = {"dtype": dtype, "shape": shape[::-1] if transposed else shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path or os.devnull, "wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        held = None
-        for _, name, (layer, run), (rows, *_), transposed in entries:
-            if held != (name, layer):  # a layer's experts come together
-                held, whole = (name, layer), to_host(part(params[name], layer) if ".stack." in name else params[name])
-            x = whole[run * rows:(run + 1) * rows].astype(DTYPES[dtype])
-            f.write(np.ascontiguousarray(x.T if transposed else x).tobytes())
-
-
-# ------------------------------------------------------------------------------- training states, while training
+def gather(entries, params, dtype):
+    """-> {tensor's name: numpy array} of a file's (tensor, parameter, (layer, run), rows of a run, transposed)."""
+    tensors, held = {}, None
+    for tensor, name, (layer, run), rows, transposed in entries:
+        if held != (name, layer):  # a layer's experts come together
+            held, whole = (name, layer), to_host(part(params[name], layer) if ".stack." in name else params[name])
+        x = whole[run * rows:(run + 1) * rows].astype(dtype)
+        tensors[tensor] = np.ascontiguousarray(x.T if transposed else x)
+    return tensors
 
 
 class Checkpoints:
     """The checkpoint folders of a run, perhaps a fast one saved often and a safe one saved rarely.
 
     tiers: [(folder or None, save every so many steps)]. run: what must be the same to go on, flags: what may differ but is said;
-    shapes: {name: shape} of the parameters, which must be the same too. resume: go on from the newest whole checkpoint of all tiers; else the folders must be new. `step` is the step it
-    was saved after, 0 where there never was one. Where several processes train as one, all must see the folders and
-    make the same calls. Raises CheckpointError before anything is written.
+    shapes: {name: shape} of the parameters, which must be the same too. resume: go on from the newest whole checkpoint of all
+    tiers; else the folders must be new. It is in the Tier `newest` and was saved after `step`; None and 0 where there never was
+    one. Where several processes train as one, all must see the folders and make the same calls. Raises CheckpointError before
+    anything is written.
     """
 
     def __init__(self, tiers, keep, run, flags, shapes, resume):
@@ -284,33 +266,28 @@ class Checkpoints:
                 os.makedirs(tier.folder, exist_ok=True)
         except OSError as e:
             raise CheckpointError(f"checkpoints cannot be written: {e}") from e
-        if self.tiers and jax.process_count() > 1:
-            multihost_utils.sync_global_devices("checkpoint folders")
-            for tier in self.tiers:
-                if not os.path.isdir(tier.folder):
-                    raise CheckpointError(f"{tier.folder}: process {jax.process_index()} does not see the folder that process 0 made")
+        multihost_utils.sync_global_devices("checkpoint folders")
+        for tier in self.tiers:
+            if not os.path.isdir(tier.folder):
+                raise CheckpointError(f"{tier.folder}: process {jax.process_index()} does not see the folder that process 0 made")
         if self.tiers and jax.process_count() == 1:  # of several, JAX's preemption service takes the signal
             signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
 
     def find(self):
-        found = sorted(((step, i) for i, tier in enumerate(self.tiers) for step in tier.steps()), reverse=True)
+        found = [(step, tier) for tier in reversed(self.tiers) for step in tier.steps()]
         damaged = []
-        for step, i in found:
-            if not (wrong := self.tiers[i].damage(step)):
-                self.tiers[i].check_run(step, self.shapes)
-                self.newest, self.step = self.tiers[i], step
+        for step, tier in sorted(found, key=lambda at: at[0], reverse=True):  # of equal ones the fast folder's
+            if not (wrong := tier.damage(step)):
+                tier.check_run(step, self.shapes)
+                self.newest, self.step = tier, step
                 break
-            damaged.append(self.tiers[i].path(step))
+            damaged.append(tier.path(step))
             print(f"warning: checkpoint {damaged[-1]} is damaged ({wrong}): trying the one before it", file=sys.stderr)
         if found and not self.newest:
             raise CheckpointError("--resume: none of the checkpoints is whole: name another folder to start again")
         for path in damaged if jax.process_index() == 0 else []:  # their steps will be saved again
             shutil.rmtree(f"{path}.damaged", ignore_errors=True)
             os.rename(path, f"{path}.damaged")
-
-    def restore(self, state):
-        """-> the saved state on the devices of `state`, on whatever mesh; frees the memory of `state` first."""
-        return self.newest.restore(self.step, state)
 
     def due(self, step):
         """Whether to save after this step: it is its turn, or SIGTERM came (`stopping`). To be asked once a step."""
@@ -372,8 +349,7 @@ class Tier:
     def save(self, step, state):
         """Returns when the state is on the host, so that the next step may take its memory. Waits for the save before."""
         self.wait()
-        unfinished = self.path(step) + ".unfinished"
-        error = None
+        unfinished, error = self.path(step) + ".unfinished", None
         try:
             if jax.process_index() == 0:
                 self.clean()
@@ -381,10 +357,8 @@ class Tier:
                 write_json(unfinished, "run.json", self.run)
         except OSError as e:
             error = e
-        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.array(error is not None)):
-            error = error or "on process 0"  # nobody may wait in orbax for one that is not there
-        if error:
-            return self.fail(step, error)
+        if multihost_utils.broadcast_one_to_all(np.array(error is not None)):  # nobody may wait in orbax for one not there
+            return self.fail(step, error or "on process 0")
         try:
             self.orbax.save(os.path.join(unfinished, "state"), args=self.ocp.args.PyTreeSave(state))
             self.saving = step, self.thread.submit(self.finish, step, unfinished)
@@ -436,9 +410,8 @@ class Tier:
             wrong = ", ".join(wrong or [name for name in mine if digest(os.path.join(folder, name)) != mine[name]])
         except (OSError, AttributeError, TypeError, ValueError, CheckpointError) as e:
             wrong = str(e)
-        if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(bool(wrong))).any():
-            return wrong or "says another process"
-        return wrong
+        anywhere = multihost_utils.process_allgather(np.array(bool(wrong))).any()
+        return wrong or ("says another process" if anywhere else "")
 
     def check_run(self, step, shapes):
         saved = read_json(self.path(step), "run.json")
@@ -448,22 +421,20 @@ class Tier:
             raise CheckpointError(f"--resume: {self.path(step)} is another run's: {'; '.join(run)}")
         params = self.orbax.metadata(os.path.join(self.path(step), "state")).item_metadata.tree["params"]
         for name, shape in shapes.items():
-            if name not in params or params[name].shape != shape:
-                raise CheckpointError(f"--resume: {self.path(step)} is of another version of this code: {name} is {shape} now and was "
-                                      f"{params[name].shape if name in params else 'not there'}")
+            was = params[name].shape if name in params else "not there"
+            if was != shape:
+                raise CheckpointError(f"--resume: {self.path(step)} is of another version of this code: {name} is {shape} now "
+                                      f"and was {was}")
         if flags and jax.process_index() == 0:
             print(f"note: --resume with other flags: {'; '.join(flags)}")
 
     def restore(self, step, state):
+        """-> the saved state on the devices of `state`, on whatever mesh; frees the memory of `state` first."""
         wanted = jax.tree.map(lambda x: self.ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype), state)
         jax.tree.map(lambda x: x.delete(), state)
         args = self.ocp.args.PyTreeRestore(restore_args=wanted)
-        return in_order_of(state, self.orbax.restore(os.path.join(self.path(step), "state"), args=args))
-
-
-def in_order_of(tree, other):
-    """Nested dictionaries' values in another's order of keys, which is that of a Program's arguments."""
-    return {k: in_order_of(v, other[k]) for k, v in tree.items()} if isinstance(tree, dict) else other
+        restored = self.orbax.restore(os.path.join(self.path(step), "state"), args=args)
+        return tree_map(lambda _, x: x, state, restored)  # with keys in the order of a Program's arguments
 
 
 def contents(folder):

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
 import re
@@ -69,7 +68,7 @@ def parse_args(argv):
         parse.__name__ = kind.__name__
         return parse
 
-    count, natural, positive, not_negative = number(int), number(int, zero=True), number(float), number(float, zero=True)
+    count, natural, positive, not_negative = recipes.count, number(int, zero=True), number(float), number(float, zero=True)
 
     add = p.add_argument_group("model").add_argument
     add("--model", default="llama3", choices=MODELS)
@@ -89,8 +88,7 @@ def parse_args(argv):
     add("--lr", type=positive, help="the highest learning rate (default: 1e-3; flux 3e-3)")
     add("--warmup", type=natural, default=20, help="steps until the full learning rate; then a cosine to lr/10")
     add("--weight-decay", type=not_negative, default=0.1)
-    add("--clip", type=not_negative, default=1.0, help="largest norm of the whole gradient; 0: do not clip, so that with "
-        "--split a group's update is part of its backward")
+    add("--clip", type=not_negative, default=1.0, help="largest gradient norm; 0: any (lets --split update within a backward)")
     add("--seed", type=natural, default=0)
 
     add = p.add_argument_group("how it runs").add_argument
@@ -101,16 +99,14 @@ def parse_args(argv):
     add("--tpu_config.use_graph_trainer", dest="mode", action="store_const", const="graph", help="--mode graph")
     add("--eager-strict", action="store_true", help="--mode eager, one program an op instead of deferred and fused")
     add("--device", choices=["xla", "tpu"], help="of --mode eager and compile: torch_xla's (default) or torch_tpu's")
-    add("--scan", "--tpu_config.use_scan_layers", dest="scan", action=on_off, default=False,
-        help="one loop over the layers: compile time and program size of one layer")
+    add("--scan", "--tpu_config.use_scan_layers", action=on_off, default=False, help="one loop over the layers: one is compiled")
     add("--remat", choices=graph_trainer.REMAT, help="what a layer saves for its backward besides its input: nothing (full; "
         "default with --scan and --split), attention's results, those of all matmuls (dots), all (none; default otherwise)")
     add("--offload", action=on_off, default=False, help="with --scan: what layers save lies in host memory (--split: always)")
-    add("--split", "--tpu_config.use_graph_split", dest="split", type=count, nargs="?", const=1, default=0, metavar="GROUPS",
+    add("--split", "--tpu_config.use_graph_split", type=count, nargs="?", const=1, default=0, metavar="GROUPS",
         help="forward and backward as programs of their own, one pair for each group of layers")
     add("--grad-accum", type=count, default=1, metavar="N", help="take the batch as N micro-batches, one after the other")
-    add("--fsdp", "--parallelism.use_simple_fsdp", dest="fsdp", type=count, nargs="?", const=0, metavar="N",
-        help="shard over N devices (without N: all)")
+    add("--fsdp", "--parallelism.use_simple_fsdp", type=count, nargs="?", const=0, metavar="N", help="shard over N devices or all")
     add("--replicas", type=count, default=1, metavar="R", help="R replicas (slices): shard within, all-reduce across")
     add("--devices", type=count, metavar="N", help="N virtual CPU devices")
     add("--coordinator", metavar="HOST:PORT", help="of process 0, where several train as one (a TPU pod: leave all three out)")
@@ -121,11 +117,9 @@ def parse_args(argv):
     add = p.add_argument_group("kernels").add_argument
     add("--kernels", choices=["pallas", "interpret", "reference"], help="attention, loss and grouped matmuls in Pallas "
         "(default on TPU), in Pallas interpreted (anywhere, slow) or in XLA (default on CPU)")
-    add("--splash", "--splash_attention_kernel.use_splash_attention_kernel", dest="splash", action=on_off,
-        help="the kernel for attention, or --no-splash for XLA")
-    add("--fused-ce", action=on_off, help="the kernel for the loss, or --no-fused-ce for XLA")
-    add("--paired-gmm", "--use_pallas_paired_grouped_mm", dest="paired_gmm", action=on_off,
-        help="the kernel for the grouped matmuls, or --no-paired-gmm for XLA")
+    add("--splash", "--splash_attention_kernel.use_splash_attention_kernel", action=on_off, help="attention's kernel, or XLA")
+    add("--fused-ce", action=on_off, help="the loss's kernel, or XLA")
+    add("--paired-gmm", "--use_pallas_paired_grouped_mm", action=on_off, help="the grouped matmuls' kernels, or XLA")
     for prefix, blocks in BLOCKS.items():
         for field in dataclasses.fields(blocks):
             add(f"--{prefix}-block-{field.name.replace('_', '-')}", type=count, metavar="N",
@@ -142,7 +136,7 @@ def parse_args(argv):
     add = p.add_argument_group("what it shows").add_argument
     add("--save-hf", metavar="DIR", help="write the trained weights as a new Hugging Face folder at the end")
     add("--metrics", metavar="FILE", help="one JSON object a step")
-    add("--profile", "--profiler.enable_profiling", dest="profile", nargs="?", const="5:7", metavar="START:STOP",
+    add("--profile", "--profiler.enable_profiling", nargs="?", const="5:7", metavar="START:STOP",
         help="where the time of these steps goes (default: 5:7): a trace, and a table of the model's lines")
     add("--profile-dir", metavar="DIR", default="profile", help="where --profile puts both")
     add("--print-graph", action="store_true", help="print the captured graph and stop")
@@ -163,17 +157,17 @@ def parse_args(argv):
         if own.batch and not own.per_device_batch:  # the user's, instead of the recipe's
             args.per_device_batch = None
     if args.batch and args.per_device_batch:  # before the model's own batch stands in
-        raise UsageError(f"--batch {args.batch} is over all devices, --per-device-batch {args.per_device_batch} on each: "
-                         "give one")
+        raise UsageError(f"--batch {args.batch} is over all devices, --per-device-batch {args.per_device_batch} on each: give one")
     for name, value in MODELS[args.model].defaults.items():
-        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     check_args(args, p.get_default)
     return args
 
 
 def check_args(args, default):
     """Raises UsageError for flags that do not go together."""
-    span = re.fullmatch(r"(\d+):(\d+)", args.profile or "3:3")
+    span = re.fullmatch(r"(\d+):(\d+)", args.profile or "")
     for wrong, message in [
             (args.model == "flux" and args.tokenizer, f"--tokenizer {args.tokenizer}: --model flux reads no text, leave it out"),
             ((args.report or args.picture or args.slices != 1) and not args.topology,
@@ -438,7 +432,7 @@ def train(args):
         state = lowering.initial_state(model, mesh, args.seed)
     if saves.step:
         with log.lost("restart"), phase(f"resuming after step {saves.step}"):
-            state = saves.restore(state)
+            state = saves.newest.restore(saves.step, state)
     elif args.init_from:
         state["params"] = None  # frees them first
         state["params"] = checkpoint.load_hf(args.init_from, model, mesh)
