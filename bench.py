@@ -7,12 +7,12 @@
 """
 
 import argparse
-import contextlib
 import dataclasses
 import statistics
 import sys
 import tempfile
 import time
+from unittest import mock
 
 import lowering  # first: it sets libtpu's environment before jax loads
 
@@ -26,9 +26,6 @@ import graph_trainer
 import kernels
 import train
 from recipes import count
-
-
-# ------------------------------------------------------------------- the same training in plain PyTorch
 
 
 def sdpa(q, k, v, segment_ids=None, *, causal=True, window=0, scale=None):
@@ -55,20 +52,12 @@ def paired_expert_loop(x, gate, up, group_sizes):
     return F.silu(expert_loop(x, gate, group_sizes)) * expert_loop(x, up, group_sizes)
 
 
-@contextlib.contextmanager
 def plain_torch(model_class):
-    """Swaps the custom ops in a model's file for what a PyTorch user would write, with autograd's own backward."""
+    """A context in which a model's file has, for its custom ops, what a PyTorch user would write, with autograd's backward."""
     module = sys.modules[model_class.__module__]
     plain = {"splash_attention": sdpa, "linear_cross_entropy": cross_entropy,
              "grouped_matmul": expert_loop, "paired_grouped_matmul": paired_expert_loop}
-    old = {name: getattr(module, name) for name in plain if hasattr(module, name)}
-    for name in old:
-        setattr(module, name, plain[name])
-    try:
-        yield
-    finally:
-        for name, op in old.items():
-            setattr(module, name, op)
+    return mock.patch.multiple(module, **{name: op for name, op in plain.items() if hasattr(module, name)})
 
 
 def eager_trainer(model_class, config, params, opt, compile=False):
@@ -81,8 +70,7 @@ def eager_trainer(model_class, config, params, opt, compile=False):
     groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) == decay],
                "weight_decay": opt.weight_decay * decay} for decay in (True, False)]
     adamw = torch.optim.AdamW(groups, lr=opt.lr, betas=opt.betas, eps=opt.eps)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        adamw, lambda i: opt.lr_at(torch.tensor(float(i + 1))).item() / opt.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda i: opt.lr_at(torch.tensor(float(i + 1))).item() / opt.lr)
     loss_fn = torch.compile(model.loss) if compile else model.loss
 
     def step(batch):
@@ -98,11 +86,9 @@ def eager_trainer(model_class, config, params, opt, compile=False):
     return step
 
 
-# ---------------------------------------------------------------------------------------------- ours
-
-
-def graph_trainer_step(args, config, opt):
-    """-> (step(batch of numpy) -> loss, initial parameters, seconds to compile)."""
+def graph_trainer_step(args, config, opt, scan):
+    """-> (step(batch of numpy, save) -> loss, initial parameters, seconds to compile). save gets the state after the step."""
+    args = argparse.Namespace(**vars(args) | {"scan": scan})
     mesh = lowering.make_mesh()
     model = train.build_model(args, config, None)
     program, _ = train.build_programs(args, model, opt, None, mesh)
@@ -127,10 +113,9 @@ def graph_trainer_step(args, config, opt):
 def bench_step(args):
     dataset = data.load(None, seq=args.seq)
     config = dataclasses.replace(train.choose_size(args), vocab=dataset.vocab_size)
-    opt = graph_trainer.AdamW(steps=1000)
-    model_class = train.MODELS[args.model]
-    unrolled, params, _ = graph_trainer_step(argparse.Namespace(**vars(args) | {"scan": False}), config, opt)
-    scanned, _, _ = graph_trainer_step(argparse.Namespace(**vars(args) | {"scan": True}), config, opt)
+    model_class, opt = train.MODELS[args.model], graph_trainer.AdamW(steps=1000)
+    unrolled, params, _ = graph_trainer_step(args, config, opt, scan=False)
+    scanned, _, _ = graph_trainer_step(args, config, opt, scan=True)
     steps = {"PyTorch eager": eager_trainer(model_class, config, params, opt),
              "torch.compile": eager_trainer(model_class, config, params, opt, compile=True),
              "ours, unrolled": unrolled, "ours, scan": scanned}
@@ -146,32 +131,29 @@ def bench_step(args):
         first = losses["PyTorch eager"]
         if any(abs(loss - first) > 1e-4 * abs(first) for loss in losses.values()):
             sys.exit(f"step {i + 1}: the losses differ: {losses}")
-
-    tokens = args.batch * args.seq
     median = {name: statistics.median(s) for name, s in seconds.items()}
-    print(f"\n{args.model} {args.size}, {args.batch} x {args.seq} tokens, float32, {args.rounds} interleaved rounds; "
-          f"all four losses agree ({losses['PyTorch eager']:.4f})")
+    print(f"\n{args.title}, float32, {args.rounds} interleaved rounds; all four losses agree ({first:.4f})")
     for name, s in median.items():
-        print(f"{name:16} {tokens / s:8,.0f} tokens/s   {median['PyTorch eager'] / s:5.2f}x eager")
+        print(f"{name:16} {args.batch * args.seq / s:8,.0f} tokens/s   {median['PyTorch eager'] / s:5.2f}x eager")
 
 
 def bench_compile(args):
     opt = graph_trainer.AdamW()
-    print(f"{args.model} {args.size}, {args.batch} x {args.seq} tokens\n{'layers':>8} {'scan':>8} {'unrolled':>9}   compile seconds")
+    print(f"{args.title}\n{'layers':>8} {'scan':>8} {'unrolled':>9}   compile seconds")
     first = None
     for layers in args.depths:
         config = dataclasses.replace(train.choose_size(args), n_layers=layers, vocab=257)
-        row = [statistics.median(graph_trainer_step(argparse.Namespace(**vars(args) | {"scan": scan}), config, opt)[2]
-                                 for _ in range(args.rounds)) for scan in (True, False)]
-        first = first or row[0]
-        print(f"{layers:8} {row[0]:8.2f} {row[1]:9.2f}   scan is {row[0] / first:.2f}x that of {args.depths[0]} layers")
+        scan, unrolled = (statistics.median(graph_trainer_step(args, config, opt, scan)[2] for _ in range(args.rounds))
+                          for scan in (True, False))
+        first = first or scan
+        print(f"{layers:8} {scan:8.2f} {unrolled:9.2f}   scan is {scan / first:.2f}x that of {args.depths[0]} layers")
 
 
 def bench_save(args):
     """Stretches of steps by turns without and with a save at their start, until it is on the disk."""
     dataset = data.load(None, seq=args.seq)
     config = dataclasses.replace(train.choose_size(args), vocab=dataset.vocab_size)
-    step, params, _ = graph_trainer_step(args, config, graph_trainer.AdamW(steps=1000))
+    step, params, _ = graph_trainer_step(args, config, graph_trainer.AdamW(steps=1000), args.scan)
     seconds, blocked = {False: [], True: []}, []
     with tempfile.TemporaryDirectory() as folder:
         saver = checkpoint.Tier(folder, 1, 2, {})
@@ -192,15 +174,12 @@ def bench_save(args):
             sys.exit(saver.failed)
     off, on = (statistics.median(seconds[saves]) for saves in (False, True))
     size = 12e-6 * sum(p.size for p in params.values())  # weights and both moments, fp32
-    print(f"{args.model} {args.size}, {args.batch} x {args.seq} tokens; a save of {size:,.0f} MB every {args.every} steps, "
-          f"{args.rounds} interleaved rounds\nstep {off * 1e3:.1f} ms without, {on * 1e3:.1f} ms with: "
-          f"{on / off - 1:+.1%}; of that the loop waited {statistics.median(blocked) * 1e3:.1f} ms a save")
+    print(f"{args.title}; a save of {size:,.0f} MB every {args.every} steps, {args.rounds} interleaved rounds\n"
+          f"step {off * 1e3:.1f} ms without, {on * 1e3:.1f} ms with: {on / off - 1:+.1%}; "
+          f"of that the loop waited {statistics.median(blocked) * 1e3:.1f} ms a save")
 
 
-def run(argv):
-    if argv[:1] in (["kernels"], ["tune"]):  # in the TPU compiler's cycles
-        import bench_kernels
-        return bench_kernels.main(argv)
+def parse_args(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=["step", "compile", "save"])
     p.add_argument("--model", default="llama3", choices=train.MODELS)
@@ -211,16 +190,20 @@ def run(argv):
     p.add_argument("--rounds", type=count)
     p.add_argument("--depths", type=count, nargs="+", default=[4, 16, 64], help="numbers of layers (compile)")
     p.add_argument("--every", type=count, default=20, help="steps for each save (save)")
-    mine = p.parse_args(argv)
-    flags = ["--model", mine.model, "--size", mine.size, "--batch", str(mine.batch), "--seq", str(mine.seq), "--dtype", "float32"]
-    args = argparse.Namespace(**vars(train.parse_args(flags)) | vars(mine))
+    args = p.parse_args(argv)
     args.rounds = args.rounds or {"step": 11, "compile": 3, "save": 5}[args.what]
-    {"step": bench_step, "compile": bench_compile, "save": bench_save}[args.what](args)
+    args.title = f"{args.model} {args.size}, {args.batch} x {args.seq} tokens"
+    return argparse.Namespace(**vars(train.parse_args(["--model", args.model, "--dtype", "float32"])) | vars(args))
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        if argv[:1] in (["kernels"], ["tune"]):  # in the TPU compiler's cycles
+            import bench_kernels
+            return bench_kernels.main(argv)
+        args = parse_args(argv)
+        {"step": bench_step, "compile": bench_compile, "save": bench_save}[args.what](args)
     except (train.UsageError, data.DataError, lowering.LoweringError, kernels.KernelError) as e:
         print(f"bench.py: error: {e}", file=sys.stderr)
         return 2
