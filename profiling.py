@@ -17,14 +17,12 @@ import time
 
 import jax
 
+import hlo
+
 CONTAINERS = ("while", "call", "conditional")
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 COPIES = ("copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "reshape", "bitcast")
 # By the torch op: what kernels.py computes, whatever it becomes in XLA.
 TORCH_OPS = {"splash_attention": "attention", "linear_cross_entropy": "loss", "grouped_matmul": "experts"}
-
-HEADER = re.compile(r"(?:ENTRY )?%([\w.-]+) .*\{$")
-OP = re.compile(r"\s+(?:ROOT )?%([\w.-]+) = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(")
 LINE = re.compile(r'([^/";]+\.py:\d+ [^/"]+)/([^/"]+)')
 
 
@@ -62,47 +60,43 @@ def durations(path):
             for event in line.events:
                 name = dict(event.stats).get("hlo_op")  # the CPU's; on a TPU the line holds nothing but ops
                 if name or plane.name.startswith("/device:") and line.name == "XLA Ops":
-                    name = re.match(r"%?([\w.-]+)", name or event.name).group(1)
-                    total[name] += event.duration_ns
+                    total[re.match(r"%?([\w.-]+)", name or event.name)[1]] += event.duration_ns
     return total
 
 
-def describe(hlo):
+def describe(text):
     """Optimized HLO text -> {op: (kind, model's line)}; None for ops that only hold others."""
-    ops, matmuls, computation = {}, set(), None
-    for text in hlo.splitlines():
-        if header := HEADER.match(text):
-            computation = header.group(1)
-        elif op := OP.match(text):
-            name, opcode = op.groups()
-            calls = re.search(r"calls=%([\w.-]+)", text)
-            matmul = opcode in ("dot", "convolution") or calls and calls.group(1) in matmuls  # those come before their callers
+    ops, matmuls = {}, set()
+    for computation, body in hlo.parse(text).items():
+        for op in body.values():
+            # computations come before their callers
+            matmul = op.opcode in ("dot", "convolution") or op.attr(r"calls=%([\w.-]+)") in matmuls
             if matmul:
                 matmuls.add(computation)
-            lines = LINE.findall(text)  # the innermost is the last: a layer's line within its loop's
-            line, torch_op = lines[-1] if lines else ("(made by the compiler)", "")
-            ops[name] = None if opcode in CONTAINERS else (kind_of(name, opcode, matmul, line, torch_op), line)
+            # of several lines the innermost is the last: a layer's within its loop's
+            line, torch_op = (LINE.findall(op.scope) or [("(made by the compiler)", "")])[-1]
+            ops[op.name] = None if op.opcode in CONTAINERS else (kind_of(op, matmul, line, torch_op), line)
     return ops
 
 
-def kind_of(name, opcode, matmul, line, torch_op):
-    if opcode.startswith(COLLECTIVES):
+def kind_of(op, matmul, line, torch_op):
+    if op.opcode.startswith(hlo.COLLECTIVES):
         return "collectives"
-    for op, kind in TORCH_OPS.items():
-        if op in torch_op:
+    for name, kind in TORCH_OPS.items():
+        if name in torch_op:
             return kind
     if matmul:
         return "matmul"
     if "AdamW" in line:
         return "optimizer"
-    if opcode.startswith(COPIES) or opcode == "fusion" and re.match(r"(?:(?:copy|transpose|bitcast|slice)_?)+_fusion", name):
+    if op.opcode.startswith(COPIES) or re.match(r"(?:(?:copy|transpose|bitcast|slice)_?)+_fusion", op.name):
         return "copies"
     return "elementwise and reductions"
 
 
-def report(total, hlo, steps, seconds):
+def report(total, text, steps, seconds):
     """{HLO op: nanoseconds} of so many steps -> text. Shares are of the ops' time, all devices together."""
-    ops, other = describe(hlo), ("other programs", "(not in the step)")
+    ops, other = describe(text), ("other programs", "(not in the step)")
     rows = [(ns / 1e6 / steps, *ops.get(name, other), name) for name, ns in total.items() if ops.get(name, other)]
     whole = sum(row[0] for row in rows)
 
