@@ -60,9 +60,6 @@ def compile_step(step, mesh, *args, donate=0):
     return program
 
 
-# ------------------------------------------------------------------------------------------------ text
-
-
 class Cached(TorchFunctionMode):
     """While active, the n-th call of splash attention adds its keys and values to the n-th layer's cache and
     attends to all of that: to the positions up to the query's own, and within the window if there is one.
@@ -86,8 +83,8 @@ class Cached(TorchFunctionMode):
         s = (q.reshape(B, K, H // K * T, D).float() @ k.float().mT * scale).view(B, H, T, S)
         s = softcap * torch.tanh(s / softcap) if softcap else s
         ahead = torch.arange(S) - self.positions[:, None]  # (T, S)
-        s = s.masked_fill(ahead > 0, -torch.inf)
-        s = s.masked_fill(ahead <= -window, -torch.inf) if window else s
+        hidden = (ahead > 0) | (ahead <= -window) if window else ahead > 0
+        s = s.masked_fill(hidden, -torch.inf)
         y = s.softmax(-1).view(B, K, H // K * T, S) @ v.float()
         return y.view(B, H, T, D).to(q.dtype), None
 
@@ -145,22 +142,26 @@ def probabilities(logits, temperature, top_p):
 def eos_ids(folder):
     """The ids that end a text, as transformers' generate finds them: generation_config.json, else config.json."""
     for file in ("generation_config.json", "config.json"):
-        if os.path.exists(os.path.join(folder, file)):
-            h = checkpoint.read_json(folder, file)
-            eos = h.get("eos_token_id", (h.get("text_config") or {}).get("eos_token_id"))
-            if eos is not None and not all(isinstance(e, int) for e in (eos if isinstance(eos, list) else [eos])):
+        h = checkpoint.read_json(folder, file) if os.path.exists(os.path.join(folder, file)) else {}
+        eos = h.get("eos_token_id", (h.get("text_config") or {}).get("eos_token_id"))
+        if eos is not None:
+            ids = eos if isinstance(eos, list) else [eos]
+            if not all(isinstance(e, int) for e in ids):
                 raise UsageError(f"--hf {folder}: {file} has eos_token_id {eos!r}: want an id, or a list of them")
-            if eos is not None:
-                return eos if isinstance(eos, list) else [eos]
+            return ids
     return []
 
 
 def read_prompt(args, vocab):
     """-> ids of --prompt or --tokens, and ids -> what to print. Without a tokenizer.json a vocabulary of 257 is bytes."""
-    path, text = os.path.join(args.hf, "tokenizer.json"), os.fsencode(args.prompt or "")
     if args.tokens is not None:
-        ids, show = args.tokens, lambda new: ",".join(map(str, new))
-    elif os.path.exists(path) or vocab == data.Bytes.vocab_size:
+        flag, ids, show = "tokens", args.tokens, lambda new: ",".join(map(str, new))
+    else:
+        flag, text, path = "prompt", os.fsencode(args.prompt), os.path.join(args.hf, "tokenizer.json")
+        if not text:
+            raise UsageError("--prompt is empty: give at least one character")
+        if not os.path.exists(path) and vocab != data.Bytes.vocab_size:
+            raise UsageError(f"--prompt needs {path}, which is not there: put one there or give --tokens 1,2,3")
         codec = data.Tokenizer(path) if os.path.exists(path) else data.Bytes()
         try:
             ids = codec.encode(text, special=True).tolist()
@@ -168,24 +169,15 @@ def read_prompt(args, vocab):
             raise UsageError(f"--prompt {args.prompt!r} is not UTF-8, which {path} needs: convert it") from None
         # decoded together: alone, the new tokens would lose the space before them
         show = lambda new: text.decode(errors="replace") + codec.decode(ids + new)[len(codec.decode(ids)):]  # noqa: E731
-    else:
-        raise UsageError(f"--prompt needs {path}, which is not there: put one there or give --tokens 1,2,3")
-    if not text and args.tokens is None:
-        raise UsageError("--prompt is empty: give at least one character")
     if wrong := [t for t in ids if not 0 <= t < vocab]:
-        raise UsageError(f"--{'prompt' if args.tokens is None else 'tokens'}: id {wrong[0]}: {args.hf}'s ids must be 0 to {vocab - 1}")
+        raise UsageError(f"--{flag}: id {wrong[0]}: {args.hf}'s ids must be 0 to {vocab - 1}")
     return ids, show
 
 
 def write_text(args, model_class, config, dtype):
-    prompt, show = read_prompt(args, config.vocab)
-    eos = eos_ids(args.hf)
-    loaded = load_model(args.hf, model_class, config, dtype)
+    (prompt, show), eos = read_prompt(args, config.vocab), eos_ids(args.hf)
     choose = np.argmax if args.greedy else nucleus(args.temperature, args.top_p, args.seed)
-    print(show(list(generate(*loaded, prompt, args.max_new, choose, eos))))
-
-
-# -------------------------------------------------------------------------------------------- pictures
+    print(show(list(generate(*load_model(args.hf, model_class, config, dtype), prompt, args.max_new, choose, eos))))
 
 
 def euler(model, params, mesh, text, pooled, shape, *, steps=28, shift=None, cfg=1.0, guidance=1.0, seed=0):
@@ -197,8 +189,8 @@ def euler(model, params, mesh, text, pooled, shape, *, steps=28, shift=None, cfg
     (None: FLUX's for this size; the shapes want their own, flux_data.SHIFT)."""
     B, (_, H, W) = len(text) // 2, shape
     noise = np.random.Generator(np.random.Philox(seed)).standard_normal((B, *shape))
-    batch = {"cfg": np.full(B, cfg), "guidance": np.full(B, guidance), "latents": noise, "pooled": pooled,
-             "t": np.zeros(B), "t_next": np.zeros(B), "text": text}
+    batch = {"cfg": np.full(B, cfg), "guidance": np.full(B, guidance), "latents": noise, "pooled": pooled, "t": np.zeros(B),
+             "t_next": np.zeros(B), "text": text}
     batch = {name: np.asarray(x, np.float32) for name, x in batch.items()}
     program = compile_step(flux.euler_step(model), mesh, params, batch)
     times = [flux.shift_time(1 - i / steps, shift or flux.shift_of(H * W // 4)) for i in range(steps + 1)]
@@ -250,9 +242,6 @@ def write_pictures(args, model_class, config, dtype):
     print(f"{len(captions)} pictures: {os.path.abspath(args.out)}")
 
 
-# ---------------------------------------------------------------------------------------- command line
-
-
 def comma_separated_ids(text):
     return [int(t) for t in text.split(",")]
 
@@ -261,28 +250,29 @@ def parse_args(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False, add_help=False)
     p.error = lambda message: (_ for _ in ()).throw(UsageError(message))
-    p.add_argument("--model", choices=MODELS, help="config.json says it; but flux has flags of its own: --model flux --help")
+    add = p.add_argument
+    add("--model", choices=MODELS, help="config.json says it; but flux has flags of its own: --model flux --help")
     pictures = p.parse_known_args(argv)[0].model == "flux"
-    p.add_argument("-h", "--help", action="help")
-    p.add_argument("--hf", metavar="DIR", required=True, help="config.json, safetensors, for text tokenizer.json")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on TPU, float32 on CPU")
+    add("-h", "--help", action="help")
+    add("--hf", metavar="DIR", required=True, help="config.json, safetensors, for text tokenizer.json")
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on TPU, float32 on CPU")
     if pictures:
-        p.add_argument("--prompt", action="append", metavar="TEXT", help="can be repeated (default: every shape)")
-        p.add_argument("--out", default="flux.png", metavar="FILE.png")
-        p.add_argument("--flux", metavar="DIR", help="FLUX.1 in diffusers' layout: its text encoders and its autoencoder")
-        p.add_argument("--pixels", type=int, help="width and height, a multiple of 16 (default: 32, with --flux 1024)")
-        p.add_argument("--steps", type=int, default=28)
-        p.add_argument("--cfg", type=float, help="classifier-free guidance (default: 3, with --flux 1)")
-        p.add_argument("--guidance", type=float, help="the scale that the model is told (default: 1, with --flux 3.5)")
+        add("--prompt", action="append", metavar="TEXT", help="can be repeated (default: every shape)")
+        add("--out", default="flux.png", metavar="FILE.png")
+        add("--flux", metavar="DIR", help="FLUX.1 in diffusers' layout: its text encoders and its autoencoder")
+        add("--pixels", type=int, help="width and height, a multiple of 16 (default: 32, with --flux 1024)")
+        add("--steps", type=int, default=28)
+        add("--cfg", type=float, help="classifier-free guidance (default: 3, with --flux 1)")
+        add("--guidance", type=float, help="the scale that the model is told (default: 1, with --flux 3.5)")
     else:
         g = p.add_mutually_exclusive_group(required=True)
         g.add_argument("--prompt", metavar="TEXT")
-        g.add_argument("--tokens", metavar="1,2,3", type=comma_separated_ids, help="the prompt as token ids; the answer is printed as ids too")
-        p.add_argument("--max-new", type=int, default=64, help="tokens to add at most")
-        p.add_argument("--greedy", action="store_true", help="always the likeliest token")
-        p.add_argument("--temperature", type=float, default=1.0)
-        p.add_argument("--top-p", type=float, default=1.0)
+        g.add_argument("--tokens", metavar="1,2,3", type=comma_separated_ids, help="token ids; the answer is ids, too")
+        add("--max-new", type=int, default=64, help="tokens to add at most")
+        add("--greedy", action="store_true", help="always the likeliest token")
+        add("--temperature", type=float, default=1.0)
+        add("--top-p", type=float, default=1.0)
     args = p.parse_args(argv)
     for flag, good, want in [
             ("seed", lambda x: x >= 0, "at least 0"), ("max-new", lambda x: x > 0, "at least 1"),
