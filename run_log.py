@@ -31,8 +31,7 @@ class RunLog:
     """Starts the clock; open() the files when the step is compiled. Every process calls it, process 0 writes."""
 
     def __init__(self):
-        self.start, self.productive, self.lost_s = now(), 0.0, collections.Counter()
-        self.stepped = False
+        self.start, self.productive, self.lost_s, self.stepped = now(), 0.0, collections.Counter(), False
         self.metrics = self.events = self.recorder = None
 
     def open(self, args, done):
@@ -126,6 +125,8 @@ class RunLog:
 
 def plot(argv):
     """The command `plot`: FILE.jsonl -> FILE.png."""
+    from matplotlib.figure import Figure  # takes a second
+
     p = argparse.ArgumentParser(prog="train.py plot", description="Draws loss and throughput of --metrics FILE to FILE.png.")
     p.add_argument("file")
     path = p.parse_args(argv).file
@@ -138,10 +139,8 @@ def plot(argv):
             raise ValueError("it is empty")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise LogError(f"plot {path}: {e}: give a --metrics file") from e
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, (top, bottom) = plt.subplots(2, sharex=True, figsize=(8, 6), layout="constrained")
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    top, bottom = figure.subplots(2, sharex=True)
     top.plot(*zip(*columns["loss"]), label="training")
     if columns["validation_loss"]:
         top.plot(*zip(*columns["validation_loss"]), "o-", label="validation")
