@@ -44,30 +44,26 @@ def open_device(args):
         modes = torch.tpu.EagerMode  # importing torch has loaded torch_tpu
         torch.tpu.set_eager_mode(modes.DEFER_NEVER if args.eager_strict else modes.DEFER_AND_FUSE)
         return torch.device("tpu")
-    check_torch_xla(args.mode)
+    wanted = torch.__version__.split("+")[0]
+    try:
+        found = importlib.metadata.version("torch_xla")
+    except importlib.metadata.PackageNotFoundError:
+        found = "not installed"
+    # It is built for one torch: with another it dies of a missing symbol, if of anything as clear as that.
+    if found.split(".")[:2] != wanted.split(".")[:2]:
+        raise EagerError(f"--mode {args.mode} needs the torch_xla of torch {wanted}, and torch_xla is {found}: pip install "
+                         f"torch_xla=={wanted}")
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("PJRT_DEVICE", "TPU" if lowering.ON_TPU_HOST else "CPU")
     try:
         import torch_xla
         device = torch_xla.device()
     except (ImportError, RuntimeError) as e:
-        raise EagerError(f"--mode {args.mode}: torch_xla {importlib.metadata.version('torch_xla')} does not start with torch "
-                         f"{torch.__version__} and PJRT_DEVICE={os.environ['PJRT_DEVICE']}: {first_line(e)}") from e
+        raise EagerError(f"--mode {args.mode}: torch_xla {found} does not start with torch {torch.__version__} "
+                         f"and PJRT_DEVICE={os.environ['PJRT_DEVICE']}: {first_line(e)}") from e
     if args.eager_strict:
         torch_xla.experimental.eager_mode(True)
     return device
-
-
-def check_torch_xla(mode):
-    """torch_xla is built for one torch: with another it dies of a missing symbol, if of anything as clear as that."""
-    wanted = torch.__version__.split("+")[0]
-    try:
-        found = importlib.metadata.version("torch_xla")
-    except importlib.metadata.PackageNotFoundError:
-        found = "not installed"
-    if found.split(".")[:2] != wanted.split(".")[:2]:
-        raise EagerError(f"--mode {mode} needs the torch_xla of torch {wanted}, and torch_xla is {found}: pip install "
-                         f"torch_xla=={wanted}")
 
 
 def programs(args, model, opt):
@@ -107,14 +103,14 @@ class Program:
     def __init__(self, fn, device):
         self.fn, self.device = fn, device
 
-    def lower(self):
+    def lower(self, options=None):
         pass
 
-    def compile(self, options=None):
-        pass
+    compile = lower
 
     def __call__(self, *args):
-        args = tree_map(self.put, args)
+        # jax.Arrays (the initial state, batches) move to the device; the state then stays there
+        args = tree_map(lambda x: x if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x)).to(self.device), args)
         self.sync()  # a new 0 or 1 is a constant to torch_xla: the first step, with its counter at 0, would be another program
         out = tree_map(torch.Tensor.detach, self.fn(*args))
         self.sync()
@@ -125,9 +121,3 @@ class Program:
         if self.device.type == "xla":
             import torch_xla
             torch_xla.sync()
-
-    def put(self, x):
-        """jax.Arrays (the initial state, batches) move to the device; the state then stays there."""
-        if isinstance(x, torch.Tensor):
-            return x
-        return torch.from_numpy(np.array(x)).to(self.device)
