@@ -232,7 +232,7 @@ def gather(entries, params, dtype):
     for tensor, name, (layer, run), rows, transposed in entries:
         if held != (name, layer):  # a layer's experts come together
             held, whole = (name, layer), to_host(part(params[name], layer) if ".stack." in name else params[name])
-        x = whole[run * rows:(run + 1) * rows].astype(dtype)
+        x = whole[run * rows:(run + 1) * rows].astype(dtype, copy=False)
         tensors[tensor] = np.ascontiguousarray(x.T if transposed else x)
     return tensors
 
@@ -248,19 +248,15 @@ class Checkpoints:
     """
 
     def __init__(self, tiers, keep, run, flags, shapes, resume):
-        self.tiers = [Tier(os.path.abspath(folder), every, keep, {"run": run, "flags": flags})
-                      for folder, every in tiers if folder]
-        self.shapes, self.newest, self.step, self.stopping = shapes, None, 0, False
-        for folder, _ in tiers:
-            if folder and "://" in folder:
-                raise CheckpointError(f"{folder}: checkpoints go to a mounted folder (gcsfuse, NFS), not to an address")
+        self.tiers = [Tier(folder, every, keep, {"run": run, "flags": flags}) for folder, every in tiers if folder]
+        self.newest, self.step, self.stopping = None, 0, False
         for tier in self.tiers:
             if not resume and os.path.isdir(tier.folder) and os.listdir(tier.folder):
                 raise CheckpointError(f"{tier.folder} is not empty: add --resume to go on from it, or name another folder")
         if len({tier.folder for tier in self.tiers}) < len(self.tiers):
             raise CheckpointError(f"--local-checkpoint {self.tiers[0].folder} is --checkpoint's: name another folder")
         if resume:
-            self.find()
+            self.find(shapes)
         try:
             for tier in self.tiers if jax.process_index() == 0 else []:
                 os.makedirs(tier.folder, exist_ok=True)
@@ -273,12 +269,12 @@ class Checkpoints:
         if self.tiers and jax.process_count() == 1:  # of several, JAX's preemption service takes the signal
             signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
 
-    def find(self):
+    def find(self, shapes):
         found = [(step, tier) for tier in reversed(self.tiers) for step in tier.steps()]
         damaged = []
         for step, tier in sorted(found, key=lambda at: at[0], reverse=True):  # of equal ones the fast folder's
             if not (wrong := tier.damage(step)):
-                tier.check_run(step, self.shapes)
+                tier.check_run(step, shapes)
                 self.newest, self.step = tier, step
                 break
             damaged.append(tier.path(step))
@@ -327,13 +323,15 @@ class Tier:
     def __init__(self, folder, every, keep, run):
         import orbax.checkpoint as ocp  # half a second that only those who save pay
 
+        if "://" in folder:
+            raise CheckpointError(f"{folder}: checkpoints go to a mounted folder (gcsfuse, NFS), not to an address")
         # What fail() says in a line, orbax logs as a traceback, and so does each array whose write ends after orbax gave up.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         sys.unraisablehook = lambda e: "Event loop is closed" in str(e.exc_value) or sys.__unraisablehook__(e)
-        self.ocp, self.folder, self.every, self.keep = ocp, folder, every, keep
+        self.ocp, self.folder, self.every, self.keep = ocp, os.path.abspath(folder), every, keep
         self.run = json.loads(json.dumps(run))  # tuples are lists in a file
         self.saving = self.failed = None
-        processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=folder)
+        processes = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=self.folder)
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)  # weights hardly shrink
         self.orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=processes)
         self.thread = ThreadPoolExecutor(1)

@@ -78,7 +78,7 @@ def parse_args(argv):
     add("--dtype", choices=["float32", "bfloat16"], help="of compute (default: bfloat16 on TPU); weights and moments are fp32")
 
     add = p.add_argument_group("data").add_argument
-    add("--data", metavar="PATH", help="text file, folder of text or .bin of token ids (default: Python's library, as bytes)")
+    add("--data", metavar="PATH", help="text file, folder of text or .bin of ids (default: Python's standard library, as bytes)")
     add("--tokenizer", metavar="FILE", help="tokenizer.json (default: bytes)")
     add("--seq", type=count, default=256, help="tokens in a row")
     add("--batch", type=count, help="rows in a step, over all devices (default: 8; flux 32)")
