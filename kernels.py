@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 from dataclasses import dataclass, replace
 
 import jax
@@ -34,34 +35,39 @@ class KernelError(ValueError):
 # --------------------------------------------------------------------------------- shared: ops and references
 
 
-def torch_op(name, tensors, options, outputs, saved, like, forward, backward):
+def define(name, inputs, outputs, like, reference):
+    schema = f"({', '.join(inputs)}) -> ({', '.join(outputs)})"
+    op = torch.library.custom_op(f"tpu::{name}", reference, mutates_args=(), schema=schema)
+    op.register_fake(like)
+    return op
+
+
+def torch_op(schema, n_saved, like, forward, backward):
     """Registers tpu::name and tpu::name_backward, which make_fx sees as one node each -> {op: (reference, Pallas)}.
 
-    name(*tensors, *options) -> outputs. Only the first output is differentiable, in all tensors but the last one.
-    name_backward(g, *tensors, *saved, *options) -> gradients; `saved` are the last outputs, perhaps all. These are schemas,
-    "Tensor x, int n". like(*tensors) -> the outputs' empty tensors. forward, backward: (reference, Pallas).
+    schema: "name(tensors, options) -> (outputs)". Only the first output is differentiable, in all tensors but the last one.
+    name_backward(g, *tensors, *saved, *options) -> gradients; saved: the last n_saved outputs. like(*tensors, *options) ->
+    the outputs' empty tensors. forward, backward: (reference, Pallas).
     """
-    n, n_saved = tensors.count("Tensor"), saved.count("Tensor")
-    schema = f"({', '.join(filter(None, [tensors, options]))}) -> ({outputs})"
-    op = torch.library.custom_op(f"tpu::{name}", forward[0], mutates_args=(), schema=schema)
-    schema = f"({', '.join(filter(None, ['Tensor g', tensors, saved, options]))}) -> ({', '.join(['Tensor'] * (n - 1))})"
-    backward_op = torch.library.custom_op(f"tpu::{name}_backward", backward[0], mutates_args=(), schema=schema)
-    op.register_fake(lambda *args: like(*args[:n]))
-    backward_op.register_fake(lambda g, *args: tuple(x.new_empty(x.shape) for x in args[:n - 1]))
+    name, inputs, outputs = re.fullmatch(r"(\w+)\((.*)\) -> \((.*)\)", schema).groups()
+    n, inputs, outputs = inputs.count("Tensor"), inputs.split(", "), outputs.split(", ")
+    first_saved = len(outputs) - n_saved
+    op = define(name, inputs, outputs, like, forward[0])
+    backward_op = define(name + "_backward", ["Tensor g", *inputs[:n], *outputs[first_saved:], *inputs[n:]], ["Tensor"] * (n - 1),
+                         lambda g, *args: tuple(x.new_empty(x.shape) for x in args[:n - 1]), backward[0])
 
     def setup(ctx, inputs, output):
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)  # no zeros for the other outputs' gradients in the graph
-        ctx.save_for_backward(*inputs[:n], *outputs[len(outputs) - n_saved:])
+        ctx.save_for_backward(*inputs[:n], *outputs[first_saved:])
         ctx.options = inputs[n:]
 
     def vjp(ctx, g, *_):
         return *backward_op(g, *ctx.saved_tensors, *ctx.options), None, *[None] * len(ctx.options)
 
     op.register_autograd(vjp, setup_context=setup)
-    ops = torch.ops.tpu
-    return {getattr(ops, name).default: forward, getattr(ops, name + "_backward").default: backward}
+    return {getattr(torch.ops.tpu, name).default: forward, getattr(torch.ops.tpu, name + "_backward").default: backward}
 
 
 # References take torch tensors or JAX arrays. Where the two libraries spell something differently:
@@ -96,10 +102,6 @@ TABLE_FILE = pathlib.Path(__file__).with_name("tuned_blocks.json")  # bench.py t
 TABLE = json.loads(TABLE_FILE.read_text()) if TABLE_FILE.exists() else {}
 
 
-def lanes(chip):
-    return 1 if chip == "interpret" else 128  # TPUs want blocks in multiples of it
-
-
 def tuned(op, chip, shapes):
     """The table's entry for an op with tensors of these shapes (without the incoming gradient), by what decides its speed: head
     dimension, width of the model or an expert's matrix. None, or {"blocks": [...], "forward", "backward": {"efficiency",
@@ -116,26 +118,26 @@ def cuts(length, unit, divide=True):
     return [size for size in sizes if length % size == 0] if divide else sizes
 
 
-def fit_blocks(cls, given, op, shapes, chip, allowed, vmem):
-    """The given blocks, or the table's for an op with tensors of these shapes, or the defaults; the latter two cut down to fit.
+def fit_blocks(cls, given, op, chip, *tensors):
+    """The given blocks, or the table's for an op with these tensors, or the defaults; the latter two cut down to fit."""
+    entry, unit = tuned(op, chip, [x.shape for x in tensors]), 1 if chip == "interpret" else 128  # TPUs: multiples of 128 lanes
+    blocks = given or cls(*(entry["blocks"] if entry else ()))
 
-    allowed(blocks) -> sizes that each field may have, largest first; vmem(blocks) -> {kernel: (bytes, fields that may shrink)}.
-    """
-    entry = tuned(op, chip, shapes)
-    blocks = given or (cls(*entry["blocks"]) if entry else cls())
+    def sizes(field):  # that it may have, largest first; parts of a block depend on the block
+        return dict(zip(vars(blocks), blocks.allowed(unit, *tensors)))[field]
+
     while True:
-        for i, (field, size) in enumerate(blocks.__dict__.items()):
-            sizes = allowed(blocks)[i]  # parts of a block depend on the block
-            fitting = next((s for s in sizes if s <= size), None if given or not sizes else sizes[-1])
-            if fitting is None or given and fitting != min(size, sizes[0]):
-                raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {lanes(chip)} (rows: 32) that "
-                                  f"divides its axis, one of {', '.join(map(str, sizes[:6]))}")
+        for field, size in vars(blocks).items():
+            fitting = next((s for s in sizes(field) if s <= size), min(sizes(field), default=0))
+            if not fitting or given and fitting != min(size, sizes(field)[0]):
+                raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {unit} (rows: 32) that divides "
+                                  f"its axis, one of {', '.join(map(str, sizes(field)[:6]))}")
             blocks = replace(blocks, **{field: fitting})
-        kernel, (use, fields) = max(vmem(blocks).items(), key=lambda item: item[1][0])
+        kernel, (use, fields) = max(blocks.vmem(*tensors).items(), key=lambda item: item[1][0])
         if use <= VMEM_MIB[chip] * 2 ** 20:
             return blocks
-        widest = max(fields, key=blocks.__dict__.get)
-        smaller = [s for s in allowed(blocks)[list(blocks.__dict__).index(widest)] if s <= blocks.__dict__[widest] // 2]
+        widest = max(fields, key=vars(blocks).get)
+        smaller = [s for s in sizes(widest) if s <= vars(blocks)[widest] // 2]
         if given or not smaller:
             raise KernelError(f"{blocks}: {kernel} takes {use / 2**20:.1f} MiB of VMEM, {chip} has {VMEM_MIB[chip]} MiB for it")
         blocks = replace(blocks, **{widest: smaller[0]})
@@ -195,8 +197,7 @@ def rotate_half_product(x, blocks, chip):
     return lax.dot_general(x, swap, (((x.ndim - 1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
-rotate_half_op = torch.library.custom_op("tpu::rotate_half", rotate_half_reference, mutates_args=(), schema="(Tensor x) -> Tensor")
-rotate_half_op.register_fake(lambda x: x.new_empty(x.shape))
+rotate_half_op = define("rotate_half", ["Tensor x"], ["Tensor"], lambda x: x.new_empty(x.shape), rotate_half_reference)
 rotate_half_op.register_autograd(lambda ctx, g: -rotate_half_op(g))
 ROTARY = {torch.ops.tpu.rotate_half.default: (rotate_half_reference, rotate_half_product)}
 
@@ -297,10 +298,9 @@ def splash_backward_reference(g, q, k, v, segment_ids, out, lse, causal, window,
 
 @dataclass(frozen=True)
 class SplashBlocks:
-    """One grid step holds q queries and kv keys. Inside it, parts of *_compute are worked on one behind the
-    other, the matmuls of the next ones under the softmax of this one. The backward kernel keeps the gradients
-    of up to kv_resident keys in VMEM; longer sequences take one call for each such stretch."""
-
+    """One grid step holds q queries and kv keys. Inside it, parts of *_compute are worked on one behind the other, the matmuls
+    of the next ones under the softmax of this one. The backward kernel keeps the gradients of up to kv_resident keys in VMEM;
+    longer sequences take one call for each such stretch."""
     q: int = 1024
     kv: int = 1024
     q_compute: int = 512
@@ -311,21 +311,17 @@ class SplashBlocks:
     kv_compute_backward: int = 512
     kv_resident: int = 8192
 
-
-def splash_blocks(given, q, k, chip):
-    T, S, D, itemsize, unit = q.shape[2], k.shape[2], q.shape[3], q.dtype.itemsize, lanes(chip)
-
-    def allowed(b):
+    def allowed(b, unit, q, k):
+        T, S = q.shape[2], k.shape[2]
         lengths = T, S, b.q, b.kv, T, S, b.q_backward, b.kv_backward
         return [*(cuts(n, unit) for n in lengths), cuts(S, 1, divide=False)]
 
-    def vmem(b):  # inputs and outputs twice, one of them being moved; then fp32 accumulators and a few parts of scores
-        forward = 4 * itemsize * D * (b.q + b.kv) + 4 * (D + 16) * b.q + 16 * b.q_compute * b.kv_compute
-        backward = (itemsize * D * (6 * b.q_backward + 4 * b.kv_backward) + 4 * D * b.q_backward
-                    + 2 * b.kv_resident * D * (2 * itemsize + 4) + 24 * b.q_compute_backward * b.kv_compute_backward)
+    def vmem(b, q, k):  # inputs and outputs twice, one of them being moved; then fp32 accumulators and a few parts of scores
+        D, size = q.shape[3], q.dtype.itemsize
+        forward = 4 * size * D * (b.q + b.kv) + 4 * (D + 16) * b.q + 16 * b.q_compute * b.kv_compute
+        backward = (size * D * (6 * b.q_backward + 4 * b.kv_backward) + 4 * D * b.q_backward
+                    + 2 * b.kv_resident * D * (2 * size + 4) + 24 * b.q_compute_backward * b.kv_compute_backward)
         return {"forward": (forward, ("q", "kv")), "backward": (backward, ("kv_resident", "q_backward", "kv_backward"))}
-
-    return fit_blocks(SplashBlocks, given, "splash_attention", (q.shape, k.shape), chip, allowed, vmem)
 
 
 FIRST, LAST, PARTIAL, FULL = 1, 2, 4, 8  # flags of a grid step: of its query block; its scores are masked or not
@@ -457,7 +453,7 @@ def splash_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, q_ids, kv_ids, out_re
 
 
 def splash_pallas(q, k, v, segment_ids, causal, window, softcap, scale, blocks, chip):
-    b, (B, H, T, D) = splash_blocks(blocks, q, k, chip), q.shape
+    b, (B, H, T, D) = fit_blocks(SplashBlocks, blocks, "splash_attention", chip, q, k), q.shape
     out, lse = splash_call(
         splash_kernel, "splash_attention", q, k, v, [], [("q", q.dtype), ("row", jnp.float32)], [(1, b.q), (1, b.q), (D, b.q)],
         segment_ids, causal, window, softcap, scale, (b.q, b.kv, b.q_compute, b.kv_compute), range(k.shape[2]), chip)
@@ -508,7 +504,7 @@ def splash_backward_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, g_ref, lse_r
 
 
 def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, softcap, scale, blocks, chip):
-    b, (B, H, T, D), S = splash_blocks(blocks, q, k, chip), q.shape, k.shape[2]
+    b, (B, H, T, D), S = fit_blocks(SplashBlocks, blocks, "splash_attention", chip, q, k), q.shape, k.shape[2]
     lse, delta = (row.reshape(B, H, 1, T) for row in (lse * LOG2_E, (f32(g) * out).sum(-1)))
     stretch = max(b.kv_resident // b.kv_backward, 1) * b.kv_backward
     stretches = [range(start, min(start + stretch, S)) for start in range(0, S, stretch)]
@@ -523,8 +519,8 @@ def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, so
 
 
 SPLASH = torch_op(
-    "splash_attention", "Tensor q, Tensor k, Tensor v, Tensor? segment_ids",
-    "bool causal, int window, float softcap, float scale", outputs="Tensor out, Tensor lse", saved="Tensor out, Tensor lse",
+    "splash_attention(Tensor q, Tensor k, Tensor v, Tensor? segment_ids, bool causal, int window, float softcap, float scale)"
+    " -> (Tensor out, Tensor lse)", n_saved=2,
     like=lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)),
     forward=(splash_reference, splash_pallas), backward=(splash_backward_reference, splash_backward_pallas))
 
@@ -588,7 +584,6 @@ class CrossEntropyBlocks:
     """A grid step holds the logits of `vocab` words for `tokens` tokens. All weights are read once for each block of tokens (dw:
     all tokens for each block of words), so small ones wait for memory. A gradient keeps the whole width of one side and its
     sum in VMEM; what it walks over comes in pieces of *_width and is read twice, unless that is all of the width."""
-
     tokens: int = 1024
     vocab: int = 512
     dx_tokens: int = 1024
@@ -598,12 +593,14 @@ class CrossEntropyBlocks:
     dw_vocab: int = 1024
     dw_width: int = 8192
 
+    def allowed(b, unit, x, weight):
+        (N, D), V = x.shape, weight.shape[0]
+        tokens, words, widths = *(cuts(n, unit, divide=False) for n in (N, V)), [D, *cuts(D, unit)]
+        return tokens, words, tokens, words, widths, tokens, words, widths
 
-def cross_entropy_blocks(given, x, weight, chip):
-    (N, D), V, size = x.shape, weight.shape[0], x.dtype.itemsize
-    tokens, words, widths = *(cuts(n, lanes(chip), divide=False) for n in (N, V)), [D, *cuts(D, lanes(chip))]
+    def vmem(b, x, weight):
+        D, size = x.shape[1], x.dtype.itemsize
 
-    def vmem(b):
         def gradient(outer, inner, width):  # one outer and two inner blocks (one arriving), the output twice, its accumulator;
             # then what the compiler was seen to take for tiles of logits and a part of the masked inner block
             return D * outer * (3 * size + 4) + width * inner * (2 * size + size / 4) + 28 * outer * inner
@@ -611,9 +608,6 @@ def cross_entropy_blocks(given, x, weight, chip):
         return {"forward": (D * size * (b.tokens + 2 * b.vocab) + 16 * b.tokens * b.vocab, ("tokens", "vocab")),
                 "dx": (gradient(b.dx_tokens, b.dx_vocab, b.dx_width), ("dx_tokens", "dx_vocab")),
                 "dw": (gradient(b.dw_vocab, b.dw_tokens, b.dw_width), ("dw_tokens", "dw_vocab"))}
-
-    return fit_blocks(CrossEntropyBlocks, given, "linear_cross_entropy", (x.shape, weight.shape), chip,
-                      lambda b: [tokens, words, tokens, words, widths, tokens, words, widths], vmem)
 
 
 def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l_ref, *, vocab, multiplier, softcap):
@@ -714,7 +708,8 @@ def cross_entropy_call(kernel, name, x, weight, rows, outputs, scratch, tokens, 
 
 
 def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, softcap, blocks, chip):
-    b, N, valid = cross_entropy_blocks(blocks, x, weight, chip), len(x), targets != ignore_index
+    b = fit_blocks(CrossEntropyBlocks, blocks, "linear_cross_entropy", chip, x, weight)
+    N, valid = len(x), targets != ignore_index
     lse, picked = cross_entropy_call(
         cross_entropy_kernel, "linear_cross_entropy", x, weight, [jnp.where(valid, targets, -1)], ["row", "row"],
         [(1, b.tokens)] * 2, b.tokens, b.vocab, x.shape[1], chip, multiplier=multiplier, softcap=softcap)
@@ -723,7 +718,7 @@ def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, s
 
 
 def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap, blocks, chip):
-    b, (N, D) = cross_entropy_blocks(blocks, x, weight, chip), x.shape
+    b, (N, D) = fit_blocks(CrossEntropyBlocks, blocks, "linear_cross_entropy", chip, x, weight), x.shape
     hit = jnp.where(targets != ignore_index, g, 0)
 
     def gradient(of_words, tokens, vocab, width):
@@ -737,8 +732,8 @@ def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_lo
 
 
 LOSS = torch_op(
-    "linear_cross_entropy", "Tensor x, Tensor weight, Tensor targets",
-    "int ignore_index, float z_loss, float multiplier, float softcap", outputs="Tensor loss, Tensor lse", saved="Tensor lse",
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, int ignore_index, float z_loss, float multiplier, float softcap)"
+    " -> (Tensor loss, Tensor lse)", n_saved=1,
     like=lambda x, *_: tuple(x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(2)),
     forward=(cross_entropy_reference, cross_entropy_pallas),
     backward=(cross_entropy_backward_reference, cross_entropy_backward_pallas))
@@ -878,14 +873,13 @@ class GroupedBlocks:
     dw_d: int = 2 ** 16
     dw_f: int = 2 ** 16
 
+    def allowed(b, unit, x, w, *_):
+        (n, D), F = x.shape, w.shape[2]
+        rows, d, f = cuts(n, 32, divide=False), *(sorted({n, *cuts(n, unit)}, reverse=True) for n in (D, F))
+        return rows, f, rows, d, rows, d, f
 
-def grouped_blocks(given, x, weights, chip):
-    (n, D), F, size, pair = x.shape, weights[0].shape[2], x.dtype.itemsize, len(weights)
-    if {x.dtype, *(w.dtype for w in weights)} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float32)}):
-        raise KernelError(f"grouped_matmul: x is {x.dtype} and the weights {weights[0].dtype}: want both bfloat16 or float32")
-    rows, d, f = cuts(n, 32, divide=False), *(sorted({n, *cuts(n, lanes(chip))}, reverse=True) for n in (D, F))
-
-    def vmem(b):  # each block twice, so that the next one's copy runs under this one's arithmetic; results in fp32
+    def vmem(b, x, *ws):  # each block twice, so that the next one's copy runs under this one's arithmetic; results in fp32
+        D, F, size, pair = *ws[0].shape[1:], x.dtype.itemsize, len(ws)
         forward = 2 * size * (b.rows * D + pair * D * b.columns + (2 * pair - 1) * b.rows * b.columns)
         dx = 2 * size * (pair * b.dx_rows * F + pair * F * b.dx_columns + b.dx_rows * b.dx_columns)
         dw = 2 * size * (b.dw_rows * b.dw_d + pair * b.dw_rows * b.dw_f + pair * b.dw_d * b.dw_f)
@@ -893,8 +887,11 @@ def grouped_blocks(given, x, weights, chip):
                 "dx": (dx + 4 * b.dx_rows * b.dx_columns, ("dx_columns",)),
                 "dw": (dw + 4 * (pair + 1) * b.dw_d * b.dw_f, ("dw_d", "dw_f"))}  # a result, before it is added to its sum
 
-    op = "paired_grouped_matmul" if pair == 2 else "grouped_matmul"
-    return fit_blocks(GroupedBlocks, given, op, (x.shape, weights[0].shape), chip, lambda b: [rows, f, rows, d, rows, d, f], vmem)
+
+def grouped_blocks(given, x, ws, chip):
+    if {x.dtype, *(w.dtype for w in ws)} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float32)}):
+        raise KernelError(f"grouped_matmul: x is {x.dtype} and the weights {ws[0].dtype}: want both bfloat16 or float32")
+    return fit_blocks(GroupedBlocks, given, "paired_" * (len(ws) == 2) + "grouped_matmul", chip, x, *ws)
 
 
 WHOLE, LOWER, UPPER, NOTHING = range(4)  # what a visit multiplies of its tile
@@ -1019,19 +1016,18 @@ def grouped_gradients_pallas(x, gs, ws, group_sizes, blocks, chip):
 
 
 EXPERTS = torch_op(
-    "grouped_matmul", "Tensor x, Tensor w, Tensor group_sizes", "", outputs="Tensor y", saved="",
+    "grouped_matmul(Tensor x, Tensor w, Tensor group_sizes) -> (Tensor y)", n_saved=0,
     like=lambda x, w, _: x.new_empty(x.shape[0], w.shape[2]),
-    forward=(grouped_reference, lambda x, w, sizes, *where: grouped_pallas(x, [w], sizes, *where)[0]),
+    forward=(grouped_reference, lambda x, w, sizes, **where: grouped_pallas(x, [w], sizes, **where)[0]),
     backward=(lambda g, x, w, sizes: grouped_gradients_reference(x, [g], [w], sizes),
-              lambda g, x, w, sizes, *where: grouped_gradients_pallas(x, [g], [w], sizes, *where)))
+              lambda g, x, w, sizes, **where: grouped_gradients_pallas(x, [g], [w], sizes, **where)))
 EXPERTS |= torch_op(
-    "paired_grouped_matmul", "Tensor x, Tensor gate, Tensor up, Tensor group_sizes", "",
-    outputs="Tensor y, Tensor a, Tensor b", saved="Tensor a, Tensor b",
+    "paired_grouped_matmul(Tensor x, Tensor gate, Tensor up, Tensor group_sizes) -> (Tensor y, Tensor a, Tensor b)", n_saved=2,
     like=lambda x, gate, *_: tuple(x.new_empty(x.shape[0], gate.shape[2]) for _ in range(3)),
-    forward=(paired_reference, lambda x, gate, up, sizes, *where: grouped_pallas(x, [gate, up], sizes, *where)),
+    forward=(paired_reference, lambda x, gate, up, sizes, **where: grouped_pallas(x, [gate, up], sizes, **where)),
     backward=(lambda g, x, gate, up, sizes, a, b: grouped_gradients_reference(x, silu_backward(g, a, b), [gate, up], sizes),
-              lambda g, x, gate, up, sizes, a, b, *where: grouped_gradients_pallas(
-                  x, silu_backward(g, a, b), [gate, up], sizes, *where)))
+              lambda g, x, gate, up, sizes, a, b, **where: grouped_gradients_pallas(
+                  x, silu_backward(g, a, b), [gate, up], sizes, **where)))
 
 
 # ---------------------------------------------------------------------------------------- lowerings
@@ -1046,12 +1042,12 @@ def lowerings(kind="reference", *, splash=None, fused_ce=None, paired_gmm=None, 
     if chip not in VMEM_MIB:
         raise KernelError(f"chip must be one of {', '.join(VMEM_MIB)} (got {chip!r})")
 
-    def choose(kind, blocks, reference, pallas):
-        if kind not in ("reference", "interpret", "pallas"):
-            raise KernelError(f'kernels must be "reference", "interpret" or "pallas" (got {kind!r})')
-        where = "interpret" if kind == "interpret" else chip
-        return reference if kind == "reference" else lambda *args: pallas(*args, blocks, where)
-
-    parts = ((ROTARY, None, None), (SPLASH, splash, splash_blocks), (LOSS, fused_ce, ce_blocks),
-             (EXPERTS, paired_gmm, grouped_blocks))
-    return {op: choose(own or kind, blocks, *functions) for ops, own, blocks in parts for op, functions in ops.items()}
+    table = {}
+    for ops, own, blocks in ((ROTARY, kind, None), (SPLASH, splash or kind, splash_blocks), (LOSS, fused_ce or kind, ce_blocks),
+                             (EXPERTS, paired_gmm or kind, grouped_blocks)):
+        if own not in ("reference", "interpret", "pallas"):
+            raise KernelError(f'kernels must be "reference", "interpret" or "pallas" (got {own!r})')
+        for op, (reference, pallas) in ops.items():
+            where = {"blocks": blocks, "chip": "interpret" if own == "interpret" else chip}
+            table[op] = reference if own == "reference" else functools.partial(pallas, **where)
+    return table
