@@ -170,6 +170,10 @@ def zero(*refs):
         ref[...] = jnp.zeros_like(ref)
 
 
+def store(ref, value):
+    ref[...] = value.astype(ref.dtype)
+
+
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # not -inf: MASKED - MASKED is 0, not NaN
 LOG2_E = math.log2(math.e)
 
@@ -337,14 +341,14 @@ def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
     q_of, kv_of = np.mgrid[:T // block_q, keys.start // block_kv:keys.stop // block_kv].astype(np.int32)
     # Keys minus queries, over a block: from the last query's view of the first key to the reverse.
     low, high = kv_of * block_kv - (q_of + 1) * block_q + 1, (kv_of + 1) * block_kv - 1 - q_of * block_q
-    empty, full = np.zeros_like(low, bool), np.ones_like(low, bool)
-    if causal:
-        empty, full = empty | (low > 0), full & (high <= 0)
-    if window:
-        empty, full = empty | (high <= -window), full & (low > -window)
-    flags = np.where(empty, 0, np.where(full, FULL, PARTIAL)).astype(np.int32)
-    empty[empty.all(1), 0] = False  # a query block that sees nothing has zeros to write
-    q_of, kv_of, flags = q_of[~empty], kv_of[~empty], flags[~empty]
+
+    def seen(first, last):
+        return ((first <= 0) | (not causal)) & ((last > -window) | (not window))
+
+    some, every = seen(low, high), seen(high, low)
+    flags = np.where(some, np.where(every, FULL, PARTIAL), 0).astype(np.int32)
+    some[~some.any(1), 0] = True  # a query block that sees nothing has zeros to write
+    q_of, kv_of, flags = q_of[some], kv_of[some], flags[some]
     flags |= np.where(np.diff(q_of, prepend=-1), FIRST, 0) | np.where(np.diff(q_of, append=-1), LAST, 0)
     if segment_ids is None:
         return q_of, np.tile(kv_of, B), np.tile(flags, B)
@@ -361,8 +365,7 @@ def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
     return q_of, jnp.asarray(kv_of)[following].reshape(-1), flags.reshape(-1)
 
 
-def splash_call(kernel, name, q, k, v, others, outputs, scratch, segment_ids, causal, window, softcap, scale, blocks, keys, chip,
-                **options):
+def splash_call(kernel, name, q, k, v, others, outputs, scratch, segment_ids, causal, window, softcap, scale, blocks, keys, chip):
     """A kernel over the grid (batch, key head, query head of it, steps); blocks: (q, kv, q_compute, kv_compute). others: more
     inputs (kind, array), outputs: (kind, dtype), of kind "q" (B, H, T, D), "row" (B, H, 1, T), a number for each query, or
     "resident" (B, K, len(keys), D), which stays while the grid walks over queries."""
@@ -383,17 +386,27 @@ def splash_call(kernel, name, q, k, v, others, outputs, scratch, segment_ids, ca
     ids = [jnp.zeros((B, 1, length), jnp.int32) if segment_ids is None else segment_ids[:, None] for length in (T, S)]
     parts = [(pl.ds(s, kv_compute), pl.ds(t, q_compute))  # of a block of scores: slices of keys and of queries
              for s in range(0, block_kv, kv_compute) for t in range(0, block_q, q_compute)]
-    mask = functools.partial(mask_scores, causal=causal, window=window, segmented=segment_ids is not None)
+    step = functools.partial(splash_step, causal=causal, window=window, segmented=segment_ids is not None)
     inputs = [("q", queries), ("kv", k), ("kv", v), *others, ("q_ids", ids[0]), ("kv_ids", ids[1])]
-    return call(functools.partial(kernel, parts=parts, mask=mask, softcap=softcap, **options), name, (B, K, G, n), 2,
-                (q_of, kv_of, flags), [(x, specs[kind]) for kind, x in inputs],
-                [(shapes[kind], dtype, specs[kind]) for kind, dtype in outputs], scratch, chip)
+    return call(functools.partial(kernel, parts=parts, step=step, softcap=softcap), name, (B, K, G, n), 2, (q_of, kv_of, flags),
+                [(x, specs[kind]) for kind, x in inputs], [(shapes[kind], dtype, specs[kind]) for kind, dtype in outputs],
+                scratch, chip)
 
 
-def this_step(q_of, kv_of, flags, q_ref, k_ref):
-    """-> the grid step's flags, and the numbers of its first key and its first query."""
+def splash_step(q_of, kv_of, flags, q_ref, k_ref, q_ids, kv_ids, causal, window, segmented):
+    """-> the grid step's flags, the number of its first key, and mask(scores (keys, queries), keys, queries) of a part."""
     i, step = pl.program_id(3), pl.program_id(0) * pl.num_programs(3) + pl.program_id(3)
-    return flags[step], kv_of[step] * k_ref.shape[0], q_of[i] * q_ref.shape[0]
+    flag, first_key, first_query = flags[step], kv_of[step] * k_ref.shape[0], q_of[i] * q_ref.shape[0]
+
+    def mask(s, keys, queries):
+        distance = lax.broadcasted_iota(jnp.int32, s.shape, 0) - lax.broadcasted_iota(jnp.int32, s.shape, 1)
+        offset = first_key + keys.start - first_query - queries.start  # scalar: distance + offset is key - query
+        keep = distance <= -offset if causal else True
+        keep &= distance > -window - offset if window else True
+        keep &= kv_ids[:, keys].T == q_ids[:, queries] if segmented else True
+        return jnp.where(keep, s, MASKED)
+
+    return flag, first_key, mask
 
 
 def ahead(fn, items, depth):
@@ -405,21 +418,10 @@ def ahead(fn, items, depth):
         yield item, results.pop(0)
 
 
-def mask_scores(s, part, first_key, first_query, q_ids, kv_ids, causal, window, segmented):
-    """s: (keys, queries) of one part -> MASKED where the query may not see the key."""
-    keys, queries = part
-    distance = lax.broadcasted_iota(jnp.int32, s.shape, 0) - lax.broadcasted_iota(jnp.int32, s.shape, 1)
-    offset = first_key + keys.start - first_query - queries.start  # scalar: distance + offset is key - query
-    keep = distance <= -offset if causal else True
-    keep &= distance > -window - offset if window else True
-    keep &= kv_ids[:, keys].T == q_ids[:, queries] if segmented else True
-    return jnp.where(keep, s, MASKED)
-
-
 def splash_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, q_ids, kv_ids, out_ref, lse_ref, m_ref, l_ref, acc_ref, *,
-                  parts, mask, softcap):
+                  parts, step, softcap):
     """q_ref: (q, D); k_ref, v_ref: (kv, D); out_ref: (q, D); lse_ref, m_ref, l_ref: (1, q); acc_ref: (D, q)."""
-    flag, first_key, first_query = this_step(q_of, kv_of, flags, q_ref, k_ref)
+    flag, _, mask = step(q_of, kv_of, flags, q_ref, k_ref, q_ids, kv_ids)
 
     @pl.when(flag & FIRST > 0)
     def _():
@@ -431,7 +433,7 @@ def splash_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, q_ids, kv_ids, out_re
             keys, queries = part
             s = dot(k_ref[keys, :], q_ref[queries, :], NT)  # (kv_compute, q_compute), in units of log 2
             s = softcap * LOG2_E * jnp.tanh(s) if softcap else s
-            return mask(s, part, first_key, first_query, q_ids, kv_ids) if masked else s
+            return mask(s, keys, queries) if masked else s
 
         for (keys, queries), s in ahead(scores, parts, 2):
             m = jnp.maximum(m_ref[:, queries], s.max(0, keepdims=True))
@@ -448,7 +450,7 @@ def splash_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, q_ids, kv_ids, out_re
     def _():
         m, l = m_ref[...], l_ref[...]
         nothing = m == MASKED
-        out_ref[...] = (acc_ref[...] * jnp.where(nothing, 0, 1 / l)).T.astype(out_ref.dtype)
+        store(out_ref, (acc_ref[...] * jnp.where(nothing, 0, 1 / l)).T)
         lse_ref[...] = jnp.where(nothing, jnp.inf, m / LOG2_E + jnp.log(l))
 
 
@@ -461,12 +463,11 @@ def splash_pallas(q, k, v, segment_ids, causal, window, softcap, scale, blocks, 
 
 
 def splash_backward_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, q_ids, kv_ids,
-                           dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *, parts, mask, softcap, first_resident,
-                           dq_scale, dk_scale):
+                           dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *, parts, step, softcap, first_resident, scale):
     """q_ref, g_ref, dq_ref: (q, D); k_ref, v_ref: (kv, D); lse_ref (in units of log 2), delta_ref: (1, q);
     dk_ref, dv_ref, dk_acc, dv_acc: (resident keys, D); dq_acc: (D, q)."""
     group, groups, i, steps = pl.program_id(2), pl.num_programs(2), pl.program_id(3), pl.num_programs(3)
-    flag, first_key, first_query = this_step(q_of, kv_of, flags, q_ref, k_ref)
+    flag, first_key, mask = step(q_of, kv_of, flags, q_ref, k_ref, q_ids, kv_ids)
     pl.when((group == 0) & (i == 0))(lambda: zero(dk_acc, dv_acc))
     pl.when(flag & FIRST > 0)(lambda: zero(dq_acc))
 
@@ -480,8 +481,7 @@ def splash_backward_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, g_ref, lse_r
                 s = jnp.tanh(s)
                 dp_slope = 1 - s * s
                 s = softcap * LOG2_E * s
-            if masked:
-                s = mask(s, (keys, queries), first_key, first_query, q_ids, kv_ids)
+            s = mask(s, keys, queries) if masked else s
             p = jnp.exp2(s - lse_ref[:, queries])
             ds = p * (dp - delta_ref[:, queries])
             ds = (ds * dp_slope if softcap else ds).astype(q_ref.dtype)
@@ -492,15 +492,12 @@ def splash_backward_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, g_ref, lse_r
 
     pl.when(flag & FULL > 0)(lambda: attend(masked=False))
     pl.when(flag & PARTIAL > 0)(lambda: attend(masked=True))
-
-    @pl.when(flag & LAST > 0)
-    def _():
-        dq_ref[...] = (dq_acc[...] * dq_scale).T.astype(dq_ref.dtype)
+    pl.when(flag & LAST > 0)(lambda: store(dq_ref, (dq_acc[...] * scale).T))
 
     @pl.when((group == groups - 1) & (i == steps - 1))
     def _():
-        dk_ref[...] = (dk_acc[...] * dk_scale).astype(dk_ref.dtype)
-        dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
+        store(dk_ref, dk_acc[...] * (softcap or 1 / LOG2_E))  # the queries it sums hold the scale already
+        store(dv_ref, dv_acc[...])
 
 
 def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, softcap, scale, blocks, chip):
@@ -509,12 +506,11 @@ def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, so
     stretch = max(b.kv_resident // b.kv_backward, 1) * b.kv_backward
     stretches = [range(start, min(start + stretch, S)) for start in range(0, S, stretch)]
     dqs, dks, dvs = zip(*(splash_call(
-        splash_backward_kernel, "splash_attention_backward", q, k, v, [("q", g), ("row", lse), ("row", delta)],
+        functools.partial(splash_backward_kernel, first_resident=keys.start, scale=scale), "splash_attention_backward",
+        q, k, v, [("q", g), ("row", lse), ("row", delta)],
         [("q", q.dtype if len(stretches) == 1 else jnp.float32), ("resident", k.dtype), ("resident", v.dtype)],
         [(D, b.q_backward), (len(keys), D), (len(keys), D)], segment_ids, causal, window, softcap, scale,
-        (b.q_backward, b.kv_backward, b.q_compute_backward, b.kv_compute_backward), keys, chip, first_resident=keys.start,
-        dq_scale=scale, dk_scale=softcap or 1 / LOG2_E)  # the kernel's queries hold the scale already
-        for keys in stretches))
+        (b.q_backward, b.kv_backward, b.q_compute_backward, b.kv_compute_backward), keys, chip) for keys in stretches))
     return sum(dqs).astype(q.dtype), jnp.concatenate(dks, 2), jnp.concatenate(dvs, 2)
 
 
