@@ -540,11 +540,14 @@ def linear_cross_entropy(x, weight, targets, *, ignore_index=-100, z_loss=0.0, m
     return torch.ops.tpu.linear_cross_entropy(x, weight, targets, ignore_index, z_loss, multiplier, softcap)[0]
 
 
+def scale_logits(z, multiplier, softcap):
+    z = multiplier * z
+    return softcap * lib(z).tanh(z / softcap) if softcap else z
+
+
 def reference_logits(x, weight, targets, multiplier, softcap):
     """-> logits (N, V) fp32 and which of them is the target's; none is where the target is no word."""
-    z = multiplier * (f32(x) @ f32(weight).T)
-    z = softcap * lib(x).tanh(z / softcap) if softcap else z
-    return z, targets[:, None] == arange(0, weight.shape[0], x)
+    return scale_logits(f32(x) @ f32(weight).T, multiplier, softcap), targets[:, None] == arange(0, len(weight), x)
 
 
 def cross_entropy_reference(x, weight, targets, ignore_index, z_loss, multiplier, softcap):
@@ -622,14 +625,7 @@ def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l
     m_ref[...] = m
     picked_ref[...] += jnp.where(word == target_ref[...], z, 0).sum(0, keepdims=True)
 
-    @pl.when(tile == pl.num_programs(1) - 1)
-    def _():
-        lse_ref[...] = m_ref[...] + jnp.log(l_ref[...])
-
-
-def scale_logits(z, multiplier, softcap):
-    z = multiplier * z
-    return softcap * jnp.tanh(z / softcap) if softcap else z
+    pl.when(tile == pl.num_programs(1) - 1)(lambda: store(lse_ref, m_ref[...] + jnp.log(l_ref[...])))
 
 
 def numbers(words, axis, tile):
@@ -667,39 +663,36 @@ def cross_entropy_gradient_kernel(outer_ref, inner_ref, target_ref, lse_ref, p_r
         acc_ref[:, columns] += dot(dz.astype(inner.dtype), inner, TN)
 
     def first_sum():
-        z_ref[...] = gradient(z_ref[...])
+        store(z_ref, gradient(z_ref[...]))
         add(z_ref[...])
-
-    def put(z):
-        z_ref[...] = z
 
     if pieces == 1:
         add(gradient(product()))
     else:
-        pl.when(step == 0)(lambda: put(product()))
-        pl.when((step > 0) & (step < pieces))(lambda: put(z_ref[...] + product()))
+        pl.when(step == 0)(lambda: store(z_ref, product()))
+        pl.when((step > 0) & (step < pieces))(lambda: store(z_ref, z_ref[...] + product()))
         pl.when(step == pieces)(first_sum)
         pl.when(step > pieces)(lambda: add(z_ref[...]))
-
-    @pl.when((tile == pl.num_programs(1) - 1) & (step == steps - 1))
-    def _():
-        out_ref[...] = acc_ref[...].astype(out_ref.dtype)
+    pl.when((tile == pl.num_programs(1) - 1) & (step == steps - 1))(lambda: store(out_ref, acc_ref[...]))
 
 
-def cross_entropy_call(kernel, name, x, weight, rows, outputs, scratch, tokens, vocab, width, chip, of_words=False, **options):
-    """A kernel over the grid (outer blocks, inner blocks, their pieces forth and back). The outer ones are of tokens, or of
-    words. rows: arrays of a number a token, (N,). outputs: "row" (1, N) fp32 or "outer". Tokens are padded to whole blocks."""
-    n, D, steps = -(-len(x) // tokens) * tokens, x.shape[1], 1 if width == x.shape[1] else 2 * x.shape[1] // width
+def cross_entropy_call(kernel, name, x, weight, rows, outputs, scratch, blocks, multiplier, softcap, chip, of_words=False):
+    """A kernel over the grid (outer blocks, inner blocks, their pieces forth and back). blocks: (outer, inner, width); the outer
+    ones are of tokens, or of words. rows: arrays of a number a token, (N,). outputs: "row" (1, N) fp32 or "outer". Tokens are
+    padded to whole blocks."""
+    (outer_size, inner_size, width), D = blocks, x.shape[1]
+    tokens, steps = inner_size if of_words else outer_size, 1 if width == D else 2 * D // width
+    n = pl.cdiv(len(x), tokens) * tokens
     x, *rows = (jnp.pad(a, [(0, n - len(a))] + [(0, 0)] * (a.ndim - 1)) for a in (x, *rows))
-    (outer, size), (inner, inner_size) = [(weight, vocab), (x, tokens)] if of_words else [(x, tokens), (weight, vocab)]
+    outer, inner = (weight, x) if of_words else (x, weight)
     row = pl.BlockSpec((1, tokens), lambda i, j, s: (0, j if of_words else i))
-    inputs = [(outer, pl.BlockSpec((size, D), lambda i, j, s: (i, 0), pipeline_mode=pl.Buffered(1))),  # stays: one buffer
+    inputs = [(outer, pl.BlockSpec((outer_size, D), lambda i, j, s: (i, 0), pipeline_mode=pl.Buffered(1))),  # stays: one buffer
               (inner, pl.BlockSpec((inner_size, width), lambda i, j, s: (j, jnp.minimum(s, steps - 1 - s)))),
               *((r[None], row) for r in rows)]
     kinds = {"row": ((1, n), jnp.float32, row),
-             "outer": (outer.shape, outer.dtype, pl.BlockSpec((size, D), lambda i, j, s: (i, 0)))}
-    return call(functools.partial(kernel, vocab=len(weight), **options), name,
-                (pl.cdiv(len(outer), size), pl.cdiv(len(inner), inner_size), steps), 2, (), inputs,
+             "outer": (outer.shape, outer.dtype, pl.BlockSpec((outer_size, D), lambda i, j, s: (i, 0)))}
+    return call(functools.partial(kernel, vocab=len(weight), multiplier=multiplier, softcap=softcap), name,
+                (pl.cdiv(len(outer), outer_size), pl.cdiv(len(inner), inner_size), steps), 2, (), inputs,
                 [kinds[kind] for kind in outputs], scratch, chip)
 
 
@@ -708,7 +701,7 @@ def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, s
     N, valid = len(x), targets != ignore_index
     lse, picked = cross_entropy_call(
         cross_entropy_kernel, "linear_cross_entropy", x, weight, [jnp.where(valid, targets, -1)], ["row", "row"],
-        [(1, b.tokens)] * 2, b.tokens, b.vocab, x.shape[1], chip, multiplier=multiplier, softcap=softcap)
+        [(1, b.tokens)] * 2, (b.tokens, b.vocab, x.shape[1]), multiplier, softcap, chip)
     lse, picked = lse[0, :N], picked[0, :N]
     return jnp.where(valid, lse - picked + z_loss * lse ** 2, 0), lse
 
@@ -717,14 +710,14 @@ def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_lo
     b, (N, D) = fit_blocks(CrossEntropyBlocks, blocks, "linear_cross_entropy", chip, x, weight), x.shape
     hit = jnp.where(targets != ignore_index, g, 0)
 
-    def gradient(of_words, tokens, vocab, width):
-        (outer, inner), name = (vocab, tokens) if of_words else (tokens, vocab), "linear_cross_entropy_d" + "xw"[of_words]
+    def gradient(name, of_words, outer, inner, width):
         return cross_entropy_call(
             functools.partial(cross_entropy_gradient_kernel, of_words=of_words), name, x, weight,
             [targets, lse, hit * (1 + 2 * z_loss * lse), hit], ["outer"], [(outer, D)] + [(inner, outer)] * (width < D),
-            tokens, vocab, width, chip, of_words, multiplier=multiplier, softcap=softcap)[0]
+            (outer, inner, width), multiplier, softcap, chip, of_words)[0]
 
-    return gradient(False, b.dx_tokens, b.dx_vocab, b.dx_width)[:N], gradient(True, b.dw_tokens, b.dw_vocab, b.dw_width)
+    dx = gradient("linear_cross_entropy_dx", False, b.dx_tokens, b.dx_vocab, b.dx_width)
+    return dx[:N], gradient("linear_cross_entropy_dw", True, b.dw_vocab, b.dw_tokens, b.dw_width)
 
 
 LOSS = torch_op(
@@ -773,11 +766,13 @@ def group_tiles(group_sizes, n):
     return last[-1], group, (ends - group_sizes)[group] + (tile - (last - count)[group]) * rows, ends[group]
 
 
-def gather_tiles(x, first, end):
-    """torch: -> numbers of the tiles' rows (tiles, rows), N for none, and the rows of x (tiles, rows, D), 0 for none."""
-    index = first[:, None] + arange(0, min(128, len(x)), x)
-    index = torch.where(index < end[:, None], index, len(x))
-    return index, F.pad(x, (0, 0, 0, 1))[index]
+def gather_tiles(group_sizes, *arrays):
+    """torch: -> the tiles' groups, their rows' numbers (tiles, rows), N for none, and those rows of each array, 0 for none."""
+    N = len(arrays[0])
+    _, group, first, end = group_tiles(group_sizes, N)
+    index = first[:, None] + arange(0, min(128, N), first)
+    index = torch.where(index < end[:, None], index, N)
+    return group, index, *(F.pad(x, (0, 0, 0, 1))[index] for x in arrays)
 
 
 def over_tiles(body, arrays, group_sizes, init):
@@ -796,8 +791,7 @@ def over_tiles(body, arrays, group_sizes, init):
 
 def grouped_reference(x, w, group_sizes):
     if lib(x) is torch:
-        _, group, first, end = group_tiles(group_sizes, len(x))
-        index, tiles = gather_tiles(x, first, end)
+        group, index, tiles = gather_tiles(group_sizes, x)
         return x.new_zeros(len(x) + 1, w.shape[2]).index_put((index,), tiles @ w[group])[:-1]
 
     def write(y, group, start, own, x):
@@ -810,8 +804,7 @@ def grouped_reference(x, w, group_sizes):
 def grouped_weights_reference(x, g, group_sizes):
     """x[rows of e].T @ g[rows of e] -> (E, D, F) in x's dtype."""
     if lib(x) is torch:
-        _, group, first, end = group_tiles(group_sizes, len(x))
-        x, g = (gather_tiles(t, first, end)[1] for t in (x, g))
+        group, _, x, g = gather_tiles(group_sizes, x, g)
         y = x.float().mT @ g.float()
         return y.new_zeros(len(group_sizes), *y.shape[1:]).index_add(0, group, y).to(g.dtype)
 
@@ -988,7 +981,7 @@ def weights_kernel(group, tile, begin, end, x, *refs):
     @pl.when(last_of_group)
     def _():
         for out, total in zip(outs, sums):
-            out[...] = (total[...].T if flipped else total[...]).astype(out.dtype)
+            store(out, total[...].T if flipped else total[...])
 
 
 def grouped_pallas(x, ws, group_sizes, blocks, chip):
