@@ -46,9 +46,8 @@ def torch_op(schema, n_saved, like, forward, backward):
     """Registers tpu::name and tpu::name_backward, which make_fx sees as one node each -> {op: (reference, Pallas)}.
 
     schema: "name(tensors, options) -> (outputs)". Only the first output is differentiable, in all tensors but the last one.
-    name_backward(g, *tensors, *saved, *options) -> gradients; saved: the last n_saved outputs. like(*tensors, *options) ->
-    the outputs' empty tensors. forward, backward: (reference, Pallas).
-    """
+    name_backward(g, *tensors, *saved, *options) -> gradients; saved: the last n_saved outputs. like(*tensors, *options) -> the
+    outputs' empty tensors. forward, backward: (reference, Pallas). """
     name, inputs, outputs = re.fullmatch(r"(\w+)\((.*)\) -> \((.*)\)", schema).groups()
     n, inputs, outputs = inputs.count("Tensor"), inputs.split(", "), outputs.split(", ")
     first_saved = len(outputs) - n_saved
@@ -92,6 +91,11 @@ def arange(start, stop, x):
 
 def logsumexp(x):
     return (torch if isinstance(x, Tensor) else jax.nn).logsumexp(x, -1)
+
+
+def logits(products, scale, softcap):
+    z = scale * products
+    return softcap * lib(z).tanh(z / softcap) if softcap else z
 
 
 # ------------------------------------------------------------------------------------ shared: Pallas
@@ -182,11 +186,12 @@ LOG2_E = math.log2(math.e)
 
 
 def rotate_half(x):
-    """[-b, a] for the halves [a, b] of x's last dimension, of rotary embeddings (RoFormer, arXiv:2104.09864, as Hugging Face has it).
+    """[-b, a] for the halves [a, b] of x's last dimension, of rotary embeddings (RoFormer, arXiv:2104.09864, as Hugging Face
+    has it).
 
-    On a TPU it is a product with a signed permutation: exact for finite x, and done by the matrix unit within the arithmetic around
-    it. Slices of 128 lanes are passes over x of their own: (4, 64, 4096, 128) bf16 rotated takes 0.41 ms instead of 1.41 by the compiler's
-    count, its gradient 0.49 instead of 1.86."""
+    On a TPU it is a product with a signed permutation: exact for finite x, and done by the matrix unit within the arithmetic
+    around it. Slices of 128 lanes are passes over x of their own: (4, 64, 4096, 128) bf16 rotated takes 0.41 ms instead of 1.41
+    by the compiler's count, its gradient 0.49 instead of 1.86."""
     return torch.ops.tpu.rotate_half(x)
 
 
@@ -212,12 +217,10 @@ ROTARY = {torch.ops.tpu.rotate_half.default: (rotate_half_reference, rotate_half
 def splash_attention(q, k, v, segment_ids=None, *, causal=True, window=0, softcap=0.0, scale=None):
     """softmax(scale * q @ k.mT, masked) @ v without a T×T matrix in memory (FlashAttention-2, arXiv:2307.08691).
 
-    q: (B, H, T, D); k, v: (B, K, S, D) with K dividing H (grouped-query: head h reads k and v of h // (H / K)).
-    segment_ids: (B, T) int32, a token sees only its own id (T == S then). causal: query t sees keys s <= t.
-    window: 0, or the token sees itself and the window-1 before it. softcap: 0, or scores become
-    softcap * tanh(scores / softcap). scale: 1/sqrt(D) if None. -> (B, H, T, D) in q's dtype, softmax in fp32;
-    a query that sees nothing gives zeros.
-    """
+    q: (B, H, T, D); k, v: (B, K, S, D) with K dividing H (grouped-query: head h reads k and v of h // (H / K)). segment_ids:
+    (B, T) int32, a token sees only its own id (T == S then). causal: query t sees keys s <= t. window: 0, or the token sees
+    itself and the window-1 before it. softcap: 0, or scores become softcap * tanh(scores / softcap). scale: 1/sqrt(D) if None.
+    -> (B, H, T, D) in q's dtype, softmax in fp32; a query that sees nothing gives zeros. """
     B, H, T, D = q.shape
     if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D or H % k.shape[1]:
         raise KernelError(f"splash_attention: q {tuple(q.shape)} does not go with k {tuple(k.shape)} and v "
@@ -240,8 +243,7 @@ def reference_scores(q, k, segment_ids, causal, window, softcap, scale):
         end = min(start + block, S) if causal else S
         rows = slice(start, min(start + block, T))
         keys = slice(min(max(start - window + 1, 0), end - 1) if window else 0, end)
-        s = xp.einsum("bkgtd,bksd->bkgts", f32(q[:, :, :, rows]), f32(k[:, :, keys])) * scale
-        s = softcap * xp.tanh(s / softcap) if softcap else s
+        s = logits(xp.einsum("bkgtd,bksd->bkgts", f32(q[:, :, :, rows]), f32(k[:, :, keys])), scale, softcap)
         distance = arange(keys.start, keys.stop, q) - arange(rows.start, rows.stop, q)[:, None]
         s = xp.where(distance > 0, -math.inf, s) if causal else s
         s = xp.where(distance <= -window, -math.inf, s) if window else s
@@ -334,10 +336,9 @@ FIRST, LAST, PARTIAL, FULL = 1, 2, 4, 8  # flags of a grid step: of its query bl
 def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
     """The grid's steps, query blocks in order and in each the blocks of `keys` (a range) that it sees.
 
-    -> q_of (steps,), kv_of (B * steps,), flags (B * steps,) int32: which blocks a step works on, and how. A step
-    whose documents do not meet has neither PARTIAL nor FULL. It names the next working step's keys: those are
-    fetched anyway, so it costs no fetch.
-    """
+    -> q_of (steps,), kv_of (B * steps,), flags (B * steps,) int32: which blocks a step works on, and how. A step whose
+    documents do not meet has neither PARTIAL nor FULL. It names the next working step's keys: those are fetched anyway, so it
+    costs no fetch. """
     q_of, kv_of = np.mgrid[:T // block_q, keys.start // block_kv:keys.stop // block_kv].astype(np.int32)
     # Keys minus queries, over a block: from the last query's view of the first key to the reverse.
     low, high = kv_of * block_kv - (q_of + 1) * block_q + 1, (kv_of + 1) * block_kv - 1 - q_of * block_q
@@ -504,7 +505,7 @@ def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, so
     b, (B, H, T, D), S = fit_blocks(SplashBlocks, blocks, "splash_attention", chip, q, k), q.shape, k.shape[2]
     lse, delta = (row.reshape(B, H, 1, T) for row in (lse * LOG2_E, (f32(g) * out).sum(-1)))
     stretch = max(b.kv_resident // b.kv_backward, 1) * b.kv_backward
-    stretches = [range(start, min(start + stretch, S)) for start in range(0, S, stretch)]
+    stretches = [range(S)[start:start + stretch] for start in range(0, S, stretch)]
     dqs, dks, dvs = zip(*(splash_call(
         functools.partial(splash_backward_kernel, first_resident=keys.start, scale=scale), "splash_attention_backward",
         q, k, v, [("q", g), ("row", lse), ("row", delta)],
@@ -527,10 +528,9 @@ SPLASH = torch_op(
 def linear_cross_entropy(x, weight, targets, *, ignore_index=-100, z_loss=0.0, multiplier=1.0, softcap=0.0):
     """Cross-entropy of x @ weight.T without the logits in memory: one vocabulary tile at a time.
 
-    x: (N, D); weight: (V, D); targets: (N,) int. -> (N,) fp32 losses, 0 where the target is ignore_index.
-    logits: multiplier * x @ weight.T, in fp32; with a softcap, softcap * tanh(logits / softcap).
-    z_loss: adds z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311, section 5).
-    """
+    x: (N, D); weight: (V, D); targets: (N,) int. -> (N,) fp32 losses, 0 where the target is ignore_index. logits: multiplier *
+    x @ weight.T, in fp32; with a softcap, softcap * tanh(logits / softcap). z_loss: adds z_loss * logsumexp(logits)^2 (PaLM,
+    arXiv:2204.02311, section 5). """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or targets.shape != x.shape[:1]:
         raise KernelError(f"linear_cross_entropy: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets "
                           f"{tuple(targets.shape)}: want (N, D), (V, D), (N,)")
@@ -540,14 +540,9 @@ def linear_cross_entropy(x, weight, targets, *, ignore_index=-100, z_loss=0.0, m
     return torch.ops.tpu.linear_cross_entropy(x, weight, targets, ignore_index, z_loss, multiplier, softcap)[0]
 
 
-def scale_logits(z, multiplier, softcap):
-    z = multiplier * z
-    return softcap * lib(z).tanh(z / softcap) if softcap else z
-
-
 def reference_logits(x, weight, targets, multiplier, softcap):
     """-> logits (N, V) fp32 and which of them is the target's; none is where the target is no word."""
-    return scale_logits(f32(x) @ f32(weight).T, multiplier, softcap), targets[:, None] == arange(0, len(weight), x)
+    return logits(f32(x) @ f32(weight).T, multiplier, softcap), targets[:, None] == arange(0, len(weight), x)
 
 
 def cross_entropy_reference(x, weight, targets, ignore_index, z_loss, multiplier, softcap):
@@ -618,13 +613,12 @@ def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l
         m_ref[...] = jnp.full_like(m_ref, MASKED)
         zero(l_ref, picked_ref)
 
-    z, word = scale_logits(dot(w_ref[...], x_ref[...], NT), multiplier, softcap), numbers(w_ref.shape[0], 0, tile)
+    z, word = logits(dot(w_ref[...], x_ref[...], NT), multiplier, softcap), numbers(w_ref.shape[0], 0, tile)
     z = jnp.where(word < vocab, z, MASKED)
     m = jnp.maximum(m_ref[...], z.max(0, keepdims=True))
     l_ref[...] = l_ref[...] * jnp.exp(m_ref[...] - m) + jnp.exp(z - m).sum(0, keepdims=True)
     m_ref[...] = m
     picked_ref[...] += jnp.where(word == target_ref[...], z, 0).sum(0, keepdims=True)
-
     pl.when(tile == pl.num_programs(1) - 1)(lambda: store(lse_ref, m_ref[...] + jnp.log(l_ref[...])))
 
 
@@ -644,15 +638,14 @@ def cross_entropy_gradient_kernel(outer_ref, inner_ref, target_ref, lse_ref, p_r
     pieces = acc_ref.shape[1] // width
     start = 0 if pieces == 1 else pl.multiple_of(jnp.minimum(step, 2 * pieces - 1 - step) * width, width)
     columns = pl.ds(start, width)
-    words = outer_ref.shape[0] if of_words else inner_ref.shape[0]
-    word = numbers(words, int(of_words), pl.program_id(0 if of_words else 1))
+    word = numbers(outer_ref.shape[0], 1, pl.program_id(0)) if of_words else numbers(inner_ref.shape[0], 0, tile)
     pl.when((tile == 0) & (step == 0))(lambda: zero(acc_ref))
 
     def product():
         return dot(inner_ref[...], outer_ref[:, columns], NT)
 
     def gradient(z):
-        z = scale_logits(z, multiplier, softcap)
+        z = logits(z, multiplier, softcap)
         target, lse, p, hit = (ref[...].T if of_words else ref[...] for ref in (target_ref, lse_ref, p_ref, hit_ref))
         dz = multiplier * (jnp.exp(z - lse) * p - jnp.where(word == target, hit, 0))
         dz = dz * (1 - (z / softcap) ** 2) if softcap else dz
@@ -734,9 +727,8 @@ LOSS = torch_op(
 def grouped_matmul(x, w, group_sizes):
     """x[rows of group e] @ w[e] for every expert e.
 
-    x: (N, D), sorted by expert; w: (E, D, F); group_sizes: (E,) int32, data: empty groups and any sizes whose
-    sum is at most N. -> (N, F) in x's dtype; rows behind the last group give zeros.
-    """
+    x: (N, D), sorted by expert; w: (E, D, F); group_sizes: (E,) int32, data: empty groups and any sizes whose sum is at most N.
+    -> (N, F) in x's dtype; rows behind the last group give zeros. """
     check_grouped("grouped_matmul", x, (w,), group_sizes)
     return torch.ops.tpu.grouped_matmul(x, w, group_sizes)
 
@@ -744,8 +736,7 @@ def grouped_matmul(x, w, group_sizes):
 def paired_grouped_matmul(x, gate, up, group_sizes):
     """silu(x @ gate[e]) * (x @ up[e]) for every expert e: a gated MLP's first half, reading x once.
 
-    x: (N, D), sorted by expert; gate, up: (E, D, F); group_sizes as in grouped_matmul. -> (N, F) in x's dtype.
-    """
+    x: (N, D), sorted by expert; gate, up: (E, D, F); group_sizes as in grouped_matmul. -> (N, F) in x's dtype. """
     check_grouped("paired_grouped_matmul", x, (gate, up), group_sizes)
     return torch.ops.tpu.paired_grouped_matmul(x, gate, up, group_sizes)[0]
 
@@ -890,8 +881,7 @@ def visits(group_sizes, n, rows, every_group):
     """-> how many, and for each visit its group, tile, where in the tile the group begins and ends, and in which half it lies.
 
     The rows behind the last group count as one more group, len(group_sizes), of which there is NOTHING to multiply.
-    every_group: that one is left out, and empty groups are visited once too.
-    """
+    every_group: that one is left out, and empty groups are visited once too. """
     sizes = group_sizes if every_group else jnp.append(group_sizes, n - group_sizes.sum())
     groups, tiles = jnp.arange(len(sizes)), pl.cdiv(n, rows)
 
@@ -943,11 +933,9 @@ def grouped_call(name, xs, ws, group_sizes, n_outs, rows, columns, chip, transpo
     n_visits, (group, tile, begin, _, part) = visits(group_sizes, n, rows, every_group=False)
     expert = jnp.minimum(group, len(group_sizes) - 1)  # whose weights to hold, behind the last group too
 
-    def weights_at(column, visit, expert, *_):
-        return (expert[visit], column, 0) if transposed else (expert[visit], 0, column)
-
     x_rows = pl.BlockSpec((rows, K), lambda c, v, expert, tile, *_: (tile[v], 0))
-    weights = pl.BlockSpec((None, columns, K) if transposed else (None, K, columns), weights_at)
+    weights = (pl.BlockSpec((None, columns, K), lambda c, v, expert, *_: (expert[v], c, 0)) if transposed else
+               pl.BlockSpec((None, K, columns), lambda c, v, expert, *_: (expert[v], 0, c)))
     out = pl.BlockSpec((rows, columns), lambda c, v, expert, tile, *_: (tile[v], c))
     return call(functools.partial(grouped_kernel, transposed=transposed, n_x=len(xs), n_w=len(ws)), name,
                 (width // columns, n_visits), 1, (expert, tile, begin, part),
@@ -1030,13 +1018,12 @@ def lowerings(kind="reference", *, splash=None, fused_ce=None, paired_gmm=None, 
     block sizes; *_blocks: instead of the tuned ones."""
     if chip not in VMEM_MIB:
         raise KernelError(f"chip must be one of {', '.join(VMEM_MIB)} (got {chip!r})")
-
     table = {}
     for ops, own, blocks in ((ROTARY, kind, None), (SPLASH, splash or kind, splash_blocks), (LOSS, fused_ce or kind, ce_blocks),
                              (EXPERTS, paired_gmm or kind, grouped_blocks)):
         if own not in ("reference", "interpret", "pallas"):
             raise KernelError(f'kernels must be "reference", "interpret" or "pallas" (got {own!r})')
         for op, (reference, pallas) in ops.items():
-            where = {"blocks": blocks, "chip": "interpret" if own == "interpret" else chip}
-            table[op] = reference if own == "reference" else functools.partial(pallas, **where)
+            table[op] = reference if own == "reference" else functools.partial(
+                pallas, blocks=blocks, chip="interpret" if own == "interpret" else chip)
     return table
