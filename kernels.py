@@ -47,7 +47,7 @@ def torch_op(schema, n_saved, like, forward, backward):
 
     schema: "name(tensors, options) -> (outputs)". Only the first output is differentiable, in all tensors but the last one.
     name_backward(g, *tensors, *saved, *options) -> gradients; saved: the last n_saved outputs. like(*tensors, *options) -> the
-    outputs' empty tensors. forward, backward: (reference, Pallas). """
+    outputs' empty tensors. forward, backward: (reference, Pallas)."""
     name, inputs, outputs = re.fullmatch(r"(\w+)\((.*)\) -> \((.*)\)", schema).groups()
     n, inputs, outputs = inputs.count("Tensor"), inputs.split(", "), outputs.split(", ")
     first_saved = len(outputs) - n_saved
@@ -123,7 +123,10 @@ def cuts(length, unit, divide=True):
 
 
 def fit_blocks(cls, given, op, chip, *tensors):
-    """The given blocks, or the table's for an op with these tensors, or the defaults; the latter two cut down to fit."""
+    """The given blocks, or the table's for an op with these tensors, or the defaults; the latter two cut down to fit.
+
+    cls has allowed(unit, *tensors) -> the sizes that each field may have, largest first, and vmem(*tensors) -> {kernel: (bytes,
+    the fields that may shrink)}."""
     entry, unit = tuned(op, chip, [x.shape for x in tensors]), 1 if chip == "interpret" else 128  # TPUs: multiples of 128 lanes
     blocks = given or cls(*(entry["blocks"] if entry else ()))
 
@@ -134,8 +137,8 @@ def fit_blocks(cls, given, op, chip, *tensors):
         for field, size in vars(blocks).items():
             fitting = next((s for s in sizes(field) if s <= size), min(sizes(field), default=0))
             if not fitting or given and fitting != min(size, sizes(field)[0]):
-                raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {unit} (rows: 32) that divides "
-                                  f"its axis, one of {', '.join(map(str, sizes(field)[:6]))}")
+                raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {unit} (rows: 32) that "
+                                  f"divides its axis, one of {', '.join(map(str, sizes(field)[:6]))}")
             blocks = replace(blocks, **{field: fitting})
         kernel, (use, fields) = max(blocks.vmem(*tensors).items(), key=lambda item: item[1][0])
         if use <= VMEM_MIB[chip] * 2 ** 20:
@@ -186,8 +189,7 @@ LOG2_E = math.log2(math.e)
 
 
 def rotate_half(x):
-    """[-b, a] for the halves [a, b] of x's last dimension, of rotary embeddings (RoFormer, arXiv:2104.09864, as Hugging Face
-    has it).
+    """[-b, a] for the halves [a, b] of x's last dimension: rotary embeddings (RoFormer, arXiv:2104.09864) as Hugging Face has it.
 
     On a TPU it is a product with a signed permutation: exact for finite x, and done by the matrix unit within the arithmetic
     around it. Slices of 128 lanes are passes over x of their own: (4, 64, 4096, 128) bf16 rotated takes 0.41 ms instead of 1.41
@@ -220,16 +222,16 @@ def splash_attention(q, k, v, segment_ids=None, *, causal=True, window=0, softca
     q: (B, H, T, D); k, v: (B, K, S, D) with K dividing H (grouped-query: head h reads k and v of h // (H / K)). segment_ids:
     (B, T) int32, a token sees only its own id (T == S then). causal: query t sees keys s <= t. window: 0, or the token sees
     itself and the window-1 before it. softcap: 0, or scores become softcap * tanh(scores / softcap). scale: 1/sqrt(D) if None.
-    -> (B, H, T, D) in q's dtype, softmax in fp32; a query that sees nothing gives zeros. """
-    B, H, T, D = q.shape
-    if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D or H % k.shape[1]:
+    -> (B, H, T, D) in q's dtype, softmax in fp32; a query that sees nothing gives zeros."""
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[::3] != q.shape[::3] or q.shape[1] % k.shape[1]:
         raise KernelError(f"splash_attention: q {tuple(q.shape)} does not go with k {tuple(k.shape)} and v "
                           f"{tuple(v.shape)}: want (B, H, T, D) and (B, K, S, D), K dividing H")
     if not q.is_floating_point() or {k.dtype, v.dtype} != {q.dtype}:
         raise KernelError(f"splash_attention: q {q.dtype}, k {k.dtype}, v {v.dtype}: want one floating dtype")
-    if segment_ids is not None and (segment_ids.is_floating_point() or not segment_ids.shape == (B, T) == (B, k.shape[2])):
-        raise KernelError(f"splash_attention: segment_ids {tuple(segment_ids.shape)} {segment_ids.dtype} with T={T}, "
-                          f"S={k.shape[2]}: want integers (B, T), and T == S")
+    (B, _, T, D), S = q.shape, k.shape[2]
+    if segment_ids is not None and (segment_ids.is_floating_point() or not segment_ids.shape == (B, T) == (B, S)):
+        raise KernelError(f"splash_attention: segment_ids {tuple(segment_ids.shape)} {segment_ids.dtype} with T={T}, S={S}: "
+                          "want integers (B, T), and T == S")
     scale = D ** -0.5 if scale is None else scale
     return torch.ops.tpu.splash_attention(q, k, v, segment_ids, causal, window, softcap, scale)[0]
 
@@ -338,7 +340,7 @@ def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
 
     -> q_of (steps,), kv_of (B * steps,), flags (B * steps,) int32: which blocks a step works on, and how. A step whose
     documents do not meet has neither PARTIAL nor FULL. It names the next working step's keys: those are fetched anyway, so it
-    costs no fetch. """
+    costs no fetch."""
     q_of, kv_of = np.mgrid[:T // block_q, keys.start // block_kv:keys.stop // block_kv].astype(np.int32)
     # Keys minus queries, over a block: from the last query's view of the first key to the reverse.
     low, high = kv_of * block_kv - (q_of + 1) * block_q + 1, (kv_of + 1) * block_kv - 1 - q_of * block_q
@@ -530,7 +532,7 @@ def linear_cross_entropy(x, weight, targets, *, ignore_index=-100, z_loss=0.0, m
 
     x: (N, D); weight: (V, D); targets: (N,) int. -> (N,) fp32 losses, 0 where the target is ignore_index. logits: multiplier *
     x @ weight.T, in fp32; with a softcap, softcap * tanh(logits / softcap). z_loss: adds z_loss * logsumexp(logits)^2 (PaLM,
-    arXiv:2204.02311, section 5). """
+    arXiv:2204.02311, section 5)."""
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or targets.shape != x.shape[:1]:
         raise KernelError(f"linear_cross_entropy: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets "
                           f"{tuple(targets.shape)}: want (N, D), (V, D), (N,)")
@@ -714,8 +716,8 @@ def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_lo
 
 
 LOSS = torch_op(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, int ignore_index, float z_loss, float multiplier, float softcap)"
-    " -> (Tensor loss, Tensor lse)", n_saved=1,
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, int ignore_index, float z_loss, float multiplier, "
+    "float softcap) -> (Tensor loss, Tensor lse)", n_saved=1,
     like=lambda x, *_: tuple(x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(2)),
     forward=(cross_entropy_reference, cross_entropy_pallas),
     backward=(cross_entropy_backward_reference, cross_entropy_backward_pallas))
@@ -728,7 +730,7 @@ def grouped_matmul(x, w, group_sizes):
     """x[rows of group e] @ w[e] for every expert e.
 
     x: (N, D), sorted by expert; w: (E, D, F); group_sizes: (E,) int32, data: empty groups and any sizes whose sum is at most N.
-    -> (N, F) in x's dtype; rows behind the last group give zeros. """
+    -> (N, F) in x's dtype; rows behind the last group give zeros."""
     check_grouped("grouped_matmul", x, (w,), group_sizes)
     return torch.ops.tpu.grouped_matmul(x, w, group_sizes)
 
@@ -736,13 +738,14 @@ def grouped_matmul(x, w, group_sizes):
 def paired_grouped_matmul(x, gate, up, group_sizes):
     """silu(x @ gate[e]) * (x @ up[e]) for every expert e: a gated MLP's first half, reading x once.
 
-    x: (N, D), sorted by expert; gate, up: (E, D, F); group_sizes as in grouped_matmul. -> (N, F) in x's dtype. """
+    x: (N, D), sorted by expert; gate, up: (E, D, F); group_sizes as in grouped_matmul. -> (N, F) in x's dtype."""
     check_grouped("paired_grouped_matmul", x, (gate, up), group_sizes)
     return torch.ops.tpu.paired_grouped_matmul(x, gate, up, group_sizes)[0]
 
 
 def check_grouped(name, x, weights, group_sizes):
-    if x.ndim != 2 or any(w.shape != weights[0].shape or w.shape[:2] != (*group_sizes.shape, x.shape[1]) for w in weights):
+    if x.ndim != 2 or any(w.ndim != 3 or w.shape != weights[0].shape or w.shape[:2] != (*group_sizes.shape, x.shape[1])
+                          for w in weights):
         raise KernelError(f"{name}: x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}, group_sizes "
                           f"{tuple(group_sizes.shape)}: want (N, D), (E, D, F), (E,)")
 
@@ -881,7 +884,7 @@ def visits(group_sizes, n, rows, every_group):
     """-> how many, and for each visit its group, tile, where in the tile the group begins and ends, and in which half it lies.
 
     The rows behind the last group count as one more group, len(group_sizes), of which there is NOTHING to multiply.
-    every_group: that one is left out, and empty groups are visited once too. """
+    every_group: that one is left out, and empty groups are visited once too."""
     sizes = group_sizes if every_group else jnp.append(group_sizes, n - group_sizes.sum())
     groups, tiles = jnp.arange(len(sizes)), pl.cdiv(n, rows)
 
@@ -995,16 +998,16 @@ def grouped_gradients_pallas(x, gs, ws, group_sizes, blocks, chip):
 EXPERTS = torch_op(
     "grouped_matmul(Tensor x, Tensor w, Tensor group_sizes) -> (Tensor y)", n_saved=0,
     like=lambda x, w, _: x.new_empty(x.shape[0], w.shape[2]),
-    forward=(grouped_reference, lambda x, w, sizes, **where: grouped_pallas(x, [w], sizes, **where)[0]),
+    forward=(grouped_reference, lambda x, w, sizes, blocks, chip: grouped_pallas(x, [w], sizes, blocks, chip)[0]),
     backward=(lambda g, x, w, sizes: grouped_gradients_reference(x, [g], [w], sizes),
-              lambda g, x, w, sizes, **where: grouped_gradients_pallas(x, [g], [w], sizes, **where)))
+              lambda g, x, w, sizes, blocks, chip: grouped_gradients_pallas(x, [g], [w], sizes, blocks, chip)))
 EXPERTS |= torch_op(
     "paired_grouped_matmul(Tensor x, Tensor gate, Tensor up, Tensor group_sizes) -> (Tensor y, Tensor a, Tensor b)", n_saved=2,
     like=lambda x, gate, *_: tuple(x.new_empty(x.shape[0], gate.shape[2]) for _ in range(3)),
-    forward=(paired_reference, lambda x, gate, up, sizes, **where: grouped_pallas(x, [gate, up], sizes, **where)),
+    forward=(paired_reference, lambda x, gate, up, sizes, blocks, chip: grouped_pallas(x, [gate, up], sizes, blocks, chip)),
     backward=(lambda g, x, gate, up, sizes, a, b: grouped_gradients_reference(x, silu_backward(g, a, b), [gate, up], sizes),
-              lambda g, x, gate, up, sizes, a, b, **where: grouped_gradients_pallas(
-                  x, silu_backward(g, a, b), [gate, up], sizes, **where)))
+              lambda g, x, gate, up, sizes, a, b, blocks, chip: grouped_gradients_pallas(
+                  x, silu_backward(g, a, b), [gate, up], sizes, blocks, chip)))
 
 
 # ---------------------------------------------------------------------------------------- lowerings
