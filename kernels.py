@@ -52,7 +52,8 @@ def torch_op(schema, n_saved, like, forward, backward):
     n, inputs, outputs = inputs.count("Tensor"), inputs.split(", "), outputs.split(", ")
     first_saved = len(outputs) - n_saved
     op = define(name, inputs, outputs, like, forward[0])
-    backward_op = define(name + "_backward", ["Tensor g", *inputs[:n], *outputs[first_saved:], *inputs[n:]], ["Tensor"] * (n - 1),
+    inputs = ["Tensor g", *inputs[:n], *outputs[first_saved:], *inputs[n:]]
+    backward_op = define(name + "_backward", inputs, ["Tensor"] * (n - 1),
                          lambda g, *args: tuple(x.new_empty(x.shape) for x in args[:n - 1]), backward[0])
 
     def setup(ctx, inputs, output):
@@ -94,6 +95,7 @@ def logsumexp(x):
 
 
 def logits(products, scale, softcap):
+    """Of attention's scores too, and in the loss's kernels."""
     z = scale * products
     return softcap * lib(z).tanh(z / softcap) if softcap else z
 
@@ -219,11 +221,11 @@ ROTARY = {torch.ops.tpu.rotate_half.default: (rotate_half_reference, rotate_half
 def splash_attention(q, k, v, segment_ids=None, *, causal=True, window=0, softcap=0.0, scale=None):
     """softmax(scale * q @ k.mT, masked) @ v without a T×T matrix in memory (FlashAttention-2, arXiv:2307.08691).
 
-    q: (B, H, T, D); k, v: (B, K, S, D) with K dividing H (grouped-query: head h reads k and v of h // (H / K)). segment_ids:
-    (B, T) int32, a token sees only its own id (T == S then). causal: query t sees keys s <= t. window: 0, or the token sees
-    itself and the window-1 before it. softcap: 0, or scores become softcap * tanh(scores / softcap). scale: 1/sqrt(D) if None.
-    -> (B, H, T, D) in q's dtype, softmax in fp32; a query that sees nothing gives zeros."""
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[::3] != q.shape[::3] or q.shape[1] % k.shape[1]:
+    q: (B, H, T, D); k, v: (B, K, S, D) with K dividing H (grouped-query: head h reads k and v of h // (H / K)).
+    segment_ids: (B, T) int32, a token sees only its own id (T == S then). causal: query t sees keys s <= t.
+    window: 0, or the token sees itself and the window-1 before it. softcap: 0, or scores become softcap * tanh(scores / softcap).
+    scale: 1/sqrt(D) if None. -> (B, H, T, D) in q's dtype, softmax in fp32; a query that sees nothing gives zeros."""
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[::3] != q.shape[::3] or q.shape[1] % k.shape[1]:  # ::3: B, D
         raise KernelError(f"splash_attention: q {tuple(q.shape)} does not go with k {tuple(k.shape)} and v "
                           f"{tuple(v.shape)}: want (B, H, T, D) and (B, K, S, D), K dividing H")
     if not q.is_floating_point() or {k.dtype, v.dtype} != {q.dtype}:
@@ -530,9 +532,9 @@ SPLASH = torch_op(
 def linear_cross_entropy(x, weight, targets, *, ignore_index=-100, z_loss=0.0, multiplier=1.0, softcap=0.0):
     """Cross-entropy of x @ weight.T without the logits in memory: one vocabulary tile at a time.
 
-    x: (N, D); weight: (V, D); targets: (N,) int. -> (N,) fp32 losses, 0 where the target is ignore_index. logits: multiplier *
-    x @ weight.T, in fp32; with a softcap, softcap * tanh(logits / softcap). z_loss: adds z_loss * logsumexp(logits)^2 (PaLM,
-    arXiv:2204.02311, section 5)."""
+    x: (N, D); weight: (V, D); targets: (N,) int. -> (N,) fp32 losses, 0 where the target is ignore_index.
+    logits: multiplier * x @ weight.T, in fp32; with a softcap, softcap * tanh(logits / softcap).
+    z_loss: adds z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311, section 5)."""
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or targets.shape != x.shape[:1]:
         raise KernelError(f"linear_cross_entropy: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets "
                           f"{tuple(targets.shape)}: want (N, D), (V, D), (N,)")
@@ -930,12 +932,12 @@ def grouped_kernel(expert, tile, begin, part, *refs, transposed, n_x, n_w):
     pl.when(part[visit] == NOTHING)(lambda: write(whole, [0.0] * len(outs)))
 
 
-def grouped_call(name, xs, ws, group_sizes, n_outs, rows, columns, chip, transposed=False):
+def grouped_call(xs, ws, group_sizes, rows, columns, chip, transposed=False):
     """grouped_kernel for every visit and block of columns. Transposed weights are read as they lie, (columns, K)."""
-    (n, K), width = xs[0].shape, ws[0].shape[1 if transposed else 2]
+    (n, K), width, n_outs = xs[0].shape, ws[0].shape[1 if transposed else 2], 1 if transposed else 2 * len(ws) - 1
+    name = "paired_" * (len(ws) == 2) + "grouped_matmul" + "_dx" * transposed
     n_visits, (group, tile, begin, _, part) = visits(group_sizes, n, rows, every_group=False)
     expert = jnp.minimum(group, len(group_sizes) - 1)  # whose weights to hold, behind the last group too
-
     x_rows = pl.BlockSpec((rows, K), lambda c, v, expert, tile, *_: (tile[v], 0))
     weights = (pl.BlockSpec((None, columns, K), lambda c, v, expert, *_: (expert[v], c, 0)) if transposed else
                pl.BlockSpec((None, K, columns), lambda c, v, expert, *_: (expert[v], 0, c)))
@@ -976,22 +978,22 @@ def weights_kernel(group, tile, begin, end, x, *refs):
 
 
 def grouped_pallas(x, ws, group_sizes, blocks, chip):
-    b, pair = grouped_blocks(blocks, x, ws, chip), len(ws) == 2
-    name, n_outs = ("paired_grouped_matmul", 3) if pair else ("grouped_matmul", 1)
-    return grouped_call(name, [x], ws, group_sizes, n_outs, b.rows, b.columns, chip)
+    b = grouped_blocks(blocks, x, ws, chip)
+    return grouped_call([x], ws, group_sizes, b.rows, b.columns, chip)
 
 
 def grouped_gradients_pallas(x, gs, ws, group_sizes, blocks, chip):
     """-> dx, and dw for each of the weights. gs: gradients with respect to x @ w for each of them."""
-    b, (n, D), (E, _, F_), name = grouped_blocks(blocks, x, ws, chip), x.shape, ws[0].shape, "paired_" * (len(ws) == 2)
-    dx = grouped_call(name + "grouped_matmul_dx", gs, ws, group_sizes, 1, b.dx_rows, b.dx_columns, chip, transposed=True)
-    n_visits, (*scalars, _) = visits(group_sizes, n, b.dw_rows, every_group=True)
+    b, (E, D, F_) = grouped_blocks(blocks, x, ws, chip), ws[0].shape
+    dx = grouped_call(gs, ws, group_sizes, b.dx_rows, b.dx_columns, chip, transposed=True)
+    n_visits, (*scalars, _) = visits(group_sizes, len(x), b.dw_rows, every_group=True)
     x_rows = pl.BlockSpec((b.dw_rows, b.dw_d), lambda i, j, v, group, tile, *_: (tile[v], i))
     g_rows = pl.BlockSpec((b.dw_rows, b.dw_f), lambda i, j, v, group, tile, *_: (tile[v], j))
     dw = pl.BlockSpec((None, b.dw_d, b.dw_f), lambda i, j, v, group, *_: (group[v], i, j))
     total = (b.dw_f, b.dw_d) if b.dw_f < b.dw_d else (b.dw_d, b.dw_f)
-    dws = call(weights_kernel, name + "grouped_matmul_dw", (D // b.dw_d, F_ // b.dw_f, n_visits), 1, scalars,
-               [(x, x_rows), *((g, g_rows) for g in gs)], [((E, D, F_), x.dtype, dw)] * len(gs), [total] * len(gs), chip)
+    name, grid = "paired_" * (len(ws) == 2) + "grouped_matmul_dw", (D // b.dw_d, F_ // b.dw_f, n_visits)
+    dws = call(weights_kernel, name, grid, 1, scalars, [(x, x_rows), *((g, g_rows) for g in gs)],
+               [((E, D, F_), x.dtype, dw)] * len(gs), [total] * len(gs), chip)
     return *dx, *dws
 
 
