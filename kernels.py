@@ -36,6 +36,7 @@ class KernelError(ValueError):
 
 
 def define(name, inputs, outputs, like, reference):
+    """An op tpu::name that runs the reference. inputs, outputs: of its schema; like(*inputs) -> the outputs' empty tensors."""
     schema = f"({', '.join(inputs)}) -> ({', '.join(outputs)})"
     op = torch.library.custom_op(f"tpu::{name}", reference, mutates_args=(), schema=schema)
     op.register_fake(like)
@@ -95,7 +96,7 @@ def logsumexp(x):
 
 
 def logits(products, scale, softcap):
-    """Of attention's scores too, and in the loss's kernels."""
+    """scale * products, softly capped: of attention and of the loss, in references and in the loss's kernels."""
     z = scale * products
     return softcap * lib(z).tanh(z / softcap) if softcap else z
 
