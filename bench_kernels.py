@@ -13,7 +13,6 @@ Notable features:
 """
 
 import argparse
-import dataclasses
 import glob
 import json
 import os
@@ -29,7 +28,7 @@ import torch
 from jax.experimental import topologies
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 
 import kernels
 from train import MODELS, UsageError
@@ -156,10 +155,8 @@ def measure(fn, args, kernel_blocks, sizes, topology, name=None):
     chip, results, ours = topology.split(":")[0], {}, name is None
     for f in glob.glob(f"{FOLDER.name}/*"):
         os.remove(f)
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
-    sharding = NamedSharding(Mesh(np.array(device), ("x",)), P())
-    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
-    jax.jit(fn).lower(*args).compile()
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    jax.jit(fn, in_shardings=SingleDeviceSharding(device)).lower(*args).compile()
     for kernel, blocks in kernel_blocks.items():
         slots, parts = read_dump(FOLDER.name, name or kernel)
         flops, steps, runs, n_ends, parallel = work(kernel, sizes, blocks, ours, chip)
@@ -215,10 +212,8 @@ def candidates(op, s, chip):
             forward, dx = [(512, 512), (512, 256), (256, 512)], [(512, 512, D // 4), (256, 512, D // 4), (256, 256, D // 2)]
         return [[*a, *b, *b[1::-1], b[2]] for a, b in zip(forward, dx)]  # dw: words and tokens change places
     ws = [shape(s["E"], s["D"], s["F"])] * (1 + op.startswith("paired"))
-    b = kernels.grouped_blocks(None, shape(s["N"], s["D"]), ws, chip)  # as wide as fit
-    b = dataclasses.replace(b, columns=min(b.columns, s["F"] // CORES[chip]), dx_columns=min(b.dx_columns, s["D"] // CORES[chip]),
-                            dw_f=min(b.dw_f, s["F"] // CORES[chip]))
-    return [list(dataclasses.replace(b, rows=n, dx_rows=n, dw_rows=n).__dict__.values()) for n in (256, 512, 128)]
+    b, D, F = kernels.grouped_blocks(None, shape(s["N"], s["D"]), ws, chip), s["D"] // CORES[chip], s["F"] // CORES[chip]
+    return [[n, min(b.columns, F), n, min(b.dx_columns, D), n, b.dw_d, min(b.dw_f, F)] for n in (256, 512, 128)]  # as wide as fit
 
 
 def kernels_command(args):
@@ -227,7 +222,7 @@ def kernels_command(args):
     for op, sizes in (("splash_attention", ATTENTION), ("grouped_matmul", EXPERTS)):
         ours = [measure_ours(op, sizes, blocks, args.topology) for blocks in candidates(op, sizes, chip)]
         if not ours[0]:
-            raise kernels.KernelError(f"{chip} {op}: the first candidate, of JAX's own blocks, does not fit: see bench_kernels.candidates")
+            raise kernels.KernelError(f"{chip} {op}: the first candidate, JAX's blocks, does not fit: bench_kernels.candidates")
         for kernel in (k for k in JAX_BLOCKS if k.startswith(op)):
             both = [r[kernel] for r in ours if r], []
             for blocks in JAX_BLOCKS[kernel]:
@@ -258,10 +253,11 @@ def tune(args):
     if hasattr(c, "n_experts"):
         wanted["paired_grouped_matmul"] = {"N": 8192 * c.top_k, "E": c.n_experts, "D": c.dim, "F": c.ffn}  # gate and up
         wanted["grouped_matmul"] = {"N": 8192 * c.top_k, "E": c.n_experts, "D": c.ffn, "F": c.dim}  # down
+    table = kernels.TABLE.setdefault(chip, {})
     for op, sizes in wanted.items():
         name = " ".join([op, *(f"{key}={sizes[key]}" for key in "DF" if key in sizes)])
-        print(f"{chip} {name}" + " is in the table" * (name in kernels.TABLE.get(chip, {})), flush=True)
-        if name in kernels.TABLE.get(chip, {}):
+        print(f"{chip} {name}" + " is in the table" * (name in table), flush=True)
+        if name in table:
             continue
         tries = [r for blocks in candidates(op, sizes, chip) if (r := measure_ours(op, sizes, blocks, args.topology))]
         if not tries:
@@ -275,7 +271,7 @@ def tune(args):
             entry[label] = {"efficiency": round(efficiency, 3), "cycles": cycles, "flops": flops,
                             "bundles": {r["kernel"]: r["bundles_per_block"] for r in part}}
         print(f"best: {json.dumps(entry)}", flush=True)
-        kernels.TABLE.setdefault(chip, {})[name] = entry
+        table[name] = entry
         kernels.TABLE_FILE.write_text("{" + ",\n".join(
             f'\n"{chip}": {{\n' + ",\n".join(f"  {json.dumps(n)}: {json.dumps(e)}" for n, e in sorted(rows.items())) + "}"
             for chip, rows in sorted(kernels.TABLE.items())) + "\n}\n")

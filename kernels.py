@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 from dataclasses import dataclass, replace
 
 import jax
@@ -34,34 +35,40 @@ class KernelError(ValueError):
 # --------------------------------------------------------------------------------- shared: ops and references
 
 
-def torch_op(name, tensors, options, outputs, saved, like, forward, backward):
+def define(name, inputs, outputs, like, reference):
+    """An op tpu::name that runs the reference. inputs, outputs: of its schema; like(*inputs) -> the outputs' empty tensors."""
+    schema = f"({', '.join(inputs)}) -> ({', '.join(outputs)})"
+    op = torch.library.custom_op(f"tpu::{name}", reference, mutates_args=(), schema=schema)
+    op.register_fake(like)
+    return op
+
+
+def torch_op(schema, n_saved, like, forward, backward):
     """Registers tpu::name and tpu::name_backward, which make_fx sees as one node each -> {op: (reference, Pallas)}.
 
-    name(*tensors, *options) -> outputs. Only the first output is differentiable, in all tensors but the last one.
-    name_backward(g, *tensors, *saved, *options) -> gradients; `saved` are the last outputs, perhaps all. These are schemas,
-    "Tensor x, int n". like(*tensors) -> the outputs' empty tensors. forward, backward: (reference, Pallas).
-    """
-    n, n_saved = tensors.count("Tensor"), saved.count("Tensor")
-    schema = f"({', '.join(filter(None, [tensors, options]))}) -> ({outputs})"
-    op = torch.library.custom_op(f"tpu::{name}", forward[0], mutates_args=(), schema=schema)
-    schema = f"({', '.join(filter(None, ['Tensor g', tensors, saved, options]))}) -> ({', '.join(['Tensor'] * (n - 1))})"
-    backward_op = torch.library.custom_op(f"tpu::{name}_backward", backward[0], mutates_args=(), schema=schema)
-    op.register_fake(lambda *args: like(*args[:n]))
-    backward_op.register_fake(lambda g, *args: tuple(x.new_empty(x.shape) for x in args[:n - 1]))
+    schema: "name(tensors, options) -> (outputs)". Only the first output is differentiable, in all tensors but the last one.
+    name_backward(g, *tensors, *saved, *options) -> gradients; saved: the last n_saved outputs. like(*tensors, *options) -> the
+    outputs' empty tensors. forward, backward: (reference, Pallas)."""
+    name, inputs, outputs = re.fullmatch(r"(\w+)\((.*)\) -> \((.*)\)", schema).groups()
+    n, inputs, outputs = inputs.count("Tensor"), inputs.split(", "), outputs.split(", ")
+    first_saved = len(outputs) - n_saved
+    op = define(name, inputs, outputs, like, forward[0])
+    inputs = ["Tensor g", *inputs[:n], *outputs[first_saved:], *inputs[n:]]
+    backward_op = define(name + "_backward", inputs, ["Tensor"] * (n - 1),
+                         lambda g, *args: tuple(x.new_empty(x.shape) for x in args[:n - 1]), backward[0])
 
     def setup(ctx, inputs, output):
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)  # no zeros for the other outputs' gradients in the graph
-        ctx.save_for_backward(*inputs[:n], *outputs[len(outputs) - n_saved:])
+        ctx.save_for_backward(*inputs[:n], *outputs[first_saved:])
         ctx.options = inputs[n:]
 
     def vjp(ctx, g, *_):
         return *backward_op(g, *ctx.saved_tensors, *ctx.options), None, *[None] * len(ctx.options)
 
     op.register_autograd(vjp, setup_context=setup)
-    ops = torch.ops.tpu
-    return {getattr(ops, name).default: forward, getattr(ops, name + "_backward").default: backward}
+    return {getattr(torch.ops.tpu, name).default: forward, getattr(torch.ops.tpu, name + "_backward").default: backward}
 
 
 # References take torch tensors or JAX arrays. Where the two libraries spell something differently:
@@ -88,16 +95,18 @@ def logsumexp(x):
     return (torch if isinstance(x, Tensor) else jax.nn).logsumexp(x, -1)
 
 
+def logits(products, scale, softcap):
+    """scale * products, softly capped: of attention and of the loss, in references and in the loss's kernels."""
+    z = scale * products
+    return softcap * lib(z).tanh(z / softcap) if softcap else z
+
+
 # ------------------------------------------------------------------------------------ shared: Pallas
 
 # Fast memory per core, less an eighth for the compiler.
 VMEM_MIB = {"v5e": 112, "v5p": 56, "v6e": 112, "tpu7x": 56, "interpret": 56}
 TABLE_FILE = pathlib.Path(__file__).with_name("tuned_blocks.json")  # bench.py tune writes it
 TABLE = json.loads(TABLE_FILE.read_text()) if TABLE_FILE.exists() else {}
-
-
-def lanes(chip):
-    return 1 if chip == "interpret" else 128  # TPUs want blocks in multiples of it
 
 
 def tuned(op, chip, shapes):
@@ -116,26 +125,29 @@ def cuts(length, unit, divide=True):
     return [size for size in sizes if length % size == 0] if divide else sizes
 
 
-def fit_blocks(cls, given, op, shapes, chip, allowed, vmem):
-    """The given blocks, or the table's for an op with tensors of these shapes, or the defaults; the latter two cut down to fit.
+def fit_blocks(cls, given, op, chip, *tensors):
+    """The given blocks, or the table's for an op with these tensors, or the defaults; the latter two cut down to fit.
 
-    allowed(blocks) -> sizes that each field may have, largest first; vmem(blocks) -> {kernel: (bytes, fields that may shrink)}.
-    """
-    entry = tuned(op, chip, shapes)
-    blocks = given or (cls(*entry["blocks"]) if entry else cls())
+    cls has allowed(unit, *tensors) -> the sizes that each field may have, largest first, and vmem(*tensors) -> {kernel: (bytes,
+    the fields that may shrink)}."""
+    entry, unit = tuned(op, chip, [x.shape for x in tensors]), 1 if chip == "interpret" else 128  # TPUs: multiples of 128 lanes
+    blocks = given or cls(*(entry["blocks"] if entry else ()))
+
+    def sizes(field):  # that it may have, largest first; parts of a block depend on the block
+        return dict(zip(vars(blocks), blocks.allowed(unit, *tensors)))[field]
+
     while True:
-        for i, (field, size) in enumerate(blocks.__dict__.items()):
-            sizes = allowed(blocks)[i]  # parts of a block depend on the block
-            fitting = next((s for s in sizes if s <= size), None if given or not sizes else sizes[-1])
-            if fitting is None or given and fitting != min(size, sizes[0]):
-                raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {lanes(chip)} (rows: 32) that "
-                                  f"divides its axis, one of {', '.join(map(str, sizes[:6]))}")
+        for field, size in vars(blocks).items():
+            fitting = next((s for s in sizes(field) if s <= size), min(sizes(field), default=0))
+            if not fitting or given and fitting != min(size, sizes(field)[0]):
+                raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {unit} (rows: 32) that "
+                                  f"divides its axis, one of {', '.join(map(str, sizes(field)[:6]))}")
             blocks = replace(blocks, **{field: fitting})
-        kernel, (use, fields) = max(vmem(blocks).items(), key=lambda item: item[1][0])
+        kernel, (use, fields) = max(blocks.vmem(*tensors).items(), key=lambda item: item[1][0])
         if use <= VMEM_MIB[chip] * 2 ** 20:
             return blocks
-        widest = max(fields, key=blocks.__dict__.get)
-        smaller = [s for s in allowed(blocks)[list(blocks.__dict__).index(widest)] if s <= blocks.__dict__[widest] // 2]
+        widest = max(fields, key=vars(blocks).get)
+        smaller = [s for s in sizes(widest) if s <= vars(blocks)[widest] // 2]
         if given or not smaller:
             raise KernelError(f"{blocks}: {kernel} takes {use / 2**20:.1f} MiB of VMEM, {chip} has {VMEM_MIB[chip]} MiB for it")
         blocks = replace(blocks, **{widest: smaller[0]})
@@ -168,6 +180,10 @@ def zero(*refs):
         ref[...] = jnp.zeros_like(ref)
 
 
+def store(ref, value):
+    ref[...] = value.astype(ref.dtype)
+
+
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # not -inf: MASKED - MASKED is 0, not NaN
 LOG2_E = math.log2(math.e)
 
@@ -176,11 +192,11 @@ LOG2_E = math.log2(math.e)
 
 
 def rotate_half(x):
-    """[-b, a] for the halves [a, b] of x's last dimension, of rotary embeddings (RoFormer, arXiv:2104.09864, as Hugging Face has it).
+    """[-b, a] for the halves [a, b] of x's last dimension: rotary embeddings (RoFormer, arXiv:2104.09864) as Hugging Face has it.
 
-    On a TPU it is a product with a signed permutation: exact for finite x, and done by the matrix unit within the arithmetic around
-    it. Slices of 128 lanes are passes over x of their own: (4, 64, 4096, 128) bf16 rotated takes 0.41 ms instead of 1.41 by the compiler's
-    count, its gradient 0.49 instead of 1.86."""
+    On a TPU it is a product with a signed permutation: exact for finite x, and done by the matrix unit within the arithmetic
+    around it. Slices of 128 lanes are passes over x of their own: (4, 64, 4096, 128) bf16 rotated takes 0.41 ms instead of 1.41
+    by the compiler's count, its gradient 0.49 instead of 1.86."""
     return torch.ops.tpu.rotate_half(x)
 
 
@@ -195,8 +211,7 @@ def rotate_half_product(x, blocks, chip):
     return lax.dot_general(x, swap, (((x.ndim - 1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
-rotate_half_op = torch.library.custom_op("tpu::rotate_half", rotate_half_reference, mutates_args=(), schema="(Tensor x) -> Tensor")
-rotate_half_op.register_fake(lambda x: x.new_empty(x.shape))
+rotate_half_op = define("rotate_half", ["Tensor x"], ["Tensor"], lambda x: x.new_empty(x.shape), rotate_half_reference)
 rotate_half_op.register_autograd(lambda ctx, g: -rotate_half_op(g))
 ROTARY = {torch.ops.tpu.rotate_half.default: (rotate_half_reference, rotate_half_product)}
 
@@ -209,19 +224,17 @@ def splash_attention(q, k, v, segment_ids=None, *, causal=True, window=0, softca
 
     q: (B, H, T, D); k, v: (B, K, S, D) with K dividing H (grouped-query: head h reads k and v of h // (H / K)).
     segment_ids: (B, T) int32, a token sees only its own id (T == S then). causal: query t sees keys s <= t.
-    window: 0, or the token sees itself and the window-1 before it. softcap: 0, or scores become
-    softcap * tanh(scores / softcap). scale: 1/sqrt(D) if None. -> (B, H, T, D) in q's dtype, softmax in fp32;
-    a query that sees nothing gives zeros.
-    """
-    B, H, T, D = q.shape
-    if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D or H % k.shape[1]:
+    window: 0, or the token sees itself and the window-1 before it. softcap: 0, or scores become softcap * tanh(scores / softcap).
+    scale: 1/sqrt(D) if None. -> (B, H, T, D) in q's dtype, softmax in fp32; a query that sees nothing gives zeros."""
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[::3] != q.shape[::3] or q.shape[1] % k.shape[1]:  # ::3: B, D
         raise KernelError(f"splash_attention: q {tuple(q.shape)} does not go with k {tuple(k.shape)} and v "
                           f"{tuple(v.shape)}: want (B, H, T, D) and (B, K, S, D), K dividing H")
     if not q.is_floating_point() or {k.dtype, v.dtype} != {q.dtype}:
         raise KernelError(f"splash_attention: q {q.dtype}, k {k.dtype}, v {v.dtype}: want one floating dtype")
-    if segment_ids is not None and (segment_ids.is_floating_point() or not segment_ids.shape == (B, T) == (B, k.shape[2])):
-        raise KernelError(f"splash_attention: segment_ids {tuple(segment_ids.shape)} {segment_ids.dtype} with T={T}, "
-                          f"S={k.shape[2]}: want integers (B, T), and T == S")
+    (B, _, T, D), S = q.shape, k.shape[2]
+    if segment_ids is not None and (segment_ids.is_floating_point() or not segment_ids.shape == (B, T) == (B, S)):
+        raise KernelError(f"splash_attention: segment_ids {tuple(segment_ids.shape)} {segment_ids.dtype} with T={T}, S={S}: "
+                          "want integers (B, T), and T == S")
     scale = D ** -0.5 if scale is None else scale
     return torch.ops.tpu.splash_attention(q, k, v, segment_ids, causal, window, softcap, scale)[0]
 
@@ -235,8 +248,7 @@ def reference_scores(q, k, segment_ids, causal, window, softcap, scale):
         end = min(start + block, S) if causal else S
         rows = slice(start, min(start + block, T))
         keys = slice(min(max(start - window + 1, 0), end - 1) if window else 0, end)
-        s = xp.einsum("bkgtd,bksd->bkgts", f32(q[:, :, :, rows]), f32(k[:, :, keys])) * scale
-        s = softcap * xp.tanh(s / softcap) if softcap else s
+        s = logits(xp.einsum("bkgtd,bksd->bkgts", f32(q[:, :, :, rows]), f32(k[:, :, keys])), scale, softcap)
         distance = arange(keys.start, keys.stop, q) - arange(rows.start, rows.stop, q)[:, None]
         s = xp.where(distance > 0, -math.inf, s) if causal else s
         s = xp.where(distance <= -window, -math.inf, s) if window else s
@@ -297,10 +309,9 @@ def splash_backward_reference(g, q, k, v, segment_ids, out, lse, causal, window,
 
 @dataclass(frozen=True)
 class SplashBlocks:
-    """One grid step holds q queries and kv keys. Inside it, parts of *_compute are worked on one behind the
-    other, the matmuls of the next ones under the softmax of this one. The backward kernel keeps the gradients
-    of up to kv_resident keys in VMEM; longer sequences take one call for each such stretch."""
-
+    """One grid step holds q queries and kv keys. Inside it, parts of *_compute are worked on one behind the other, the matmuls
+    of the next ones under the softmax of this one. The backward kernel keeps the gradients of up to kv_resident keys in VMEM;
+    longer sequences take one call for each such stretch."""
     q: int = 1024
     kv: int = 1024
     q_compute: int = 512
@@ -311,21 +322,17 @@ class SplashBlocks:
     kv_compute_backward: int = 512
     kv_resident: int = 8192
 
-
-def splash_blocks(given, q, k, chip):
-    T, S, D, itemsize, unit = q.shape[2], k.shape[2], q.shape[3], q.dtype.itemsize, lanes(chip)
-
-    def allowed(b):
+    def allowed(b, unit, q, k):
+        T, S = q.shape[2], k.shape[2]
         lengths = T, S, b.q, b.kv, T, S, b.q_backward, b.kv_backward
         return [*(cuts(n, unit) for n in lengths), cuts(S, 1, divide=False)]
 
-    def vmem(b):  # inputs and outputs twice, one of them being moved; then fp32 accumulators and a few parts of scores
-        forward = 4 * itemsize * D * (b.q + b.kv) + 4 * (D + 16) * b.q + 16 * b.q_compute * b.kv_compute
-        backward = (itemsize * D * (6 * b.q_backward + 4 * b.kv_backward) + 4 * D * b.q_backward
-                    + 2 * b.kv_resident * D * (2 * itemsize + 4) + 24 * b.q_compute_backward * b.kv_compute_backward)
+    def vmem(b, q, k):  # inputs and outputs twice, one of them being moved; then fp32 accumulators and a few parts of scores
+        D, size = q.shape[3], q.dtype.itemsize
+        forward = 4 * size * D * (b.q + b.kv) + 4 * (D + 16) * b.q + 16 * b.q_compute * b.kv_compute
+        backward = (size * D * (6 * b.q_backward + 4 * b.kv_backward) + 4 * D * b.q_backward
+                    + 2 * b.kv_resident * D * (2 * size + 4) + 24 * b.q_compute_backward * b.kv_compute_backward)
         return {"forward": (forward, ("q", "kv")), "backward": (backward, ("kv_resident", "q_backward", "kv_backward"))}
-
-    return fit_blocks(SplashBlocks, given, "splash_attention", (q.shape, k.shape), chip, allowed, vmem)
 
 
 FIRST, LAST, PARTIAL, FULL = 1, 2, 4, 8  # flags of a grid step: of its query block; its scores are masked or not
@@ -334,21 +341,20 @@ FIRST, LAST, PARTIAL, FULL = 1, 2, 4, 8  # flags of a grid step: of its query bl
 def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
     """The grid's steps, query blocks in order and in each the blocks of `keys` (a range) that it sees.
 
-    -> q_of (steps,), kv_of (B * steps,), flags (B * steps,) int32: which blocks a step works on, and how. A step
-    whose documents do not meet has neither PARTIAL nor FULL. It names the next working step's keys: those are
-    fetched anyway, so it costs no fetch.
-    """
+    -> q_of (steps,), kv_of (B * steps,), flags (B * steps,) int32: which blocks a step works on, and how. A step whose
+    documents do not meet has neither PARTIAL nor FULL. It names the next working step's keys: those are fetched anyway, so it
+    costs no fetch."""
     q_of, kv_of = np.mgrid[:T // block_q, keys.start // block_kv:keys.stop // block_kv].astype(np.int32)
     # Keys minus queries, over a block: from the last query's view of the first key to the reverse.
     low, high = kv_of * block_kv - (q_of + 1) * block_q + 1, (kv_of + 1) * block_kv - 1 - q_of * block_q
-    empty, full = np.zeros_like(low, bool), np.ones_like(low, bool)
-    if causal:
-        empty, full = empty | (low > 0), full & (high <= 0)
-    if window:
-        empty, full = empty | (high <= -window), full & (low > -window)
-    flags = np.where(empty, 0, np.where(full, FULL, PARTIAL)).astype(np.int32)
-    empty[empty.all(1), 0] = False  # a query block that sees nothing has zeros to write
-    q_of, kv_of, flags = q_of[~empty], kv_of[~empty], flags[~empty]
+
+    def seen(first, last):
+        return ((first <= 0) | (not causal)) & ((last > -window) | (not window))
+
+    some, every = seen(low, high), seen(high, low)
+    flags = np.where(some, np.where(every, FULL, PARTIAL), 0).astype(np.int32)
+    some[~some.any(1), 0] = True  # a query block that sees nothing has zeros to write
+    q_of, kv_of, flags = q_of[some], kv_of[some], flags[some]
     flags |= np.where(np.diff(q_of, prepend=-1), FIRST, 0) | np.where(np.diff(q_of, append=-1), LAST, 0)
     if segment_ids is None:
         return q_of, np.tile(kv_of, B), np.tile(flags, B)
@@ -365,8 +371,7 @@ def splash_steps(B, T, causal, window, block_q, block_kv, keys, segment_ids):
     return q_of, jnp.asarray(kv_of)[following].reshape(-1), flags.reshape(-1)
 
 
-def splash_call(kernel, name, q, k, v, others, outputs, scratch, segment_ids, causal, window, softcap, scale, blocks, keys, chip,
-                **options):
+def splash_call(kernel, name, q, k, v, others, outputs, scratch, segment_ids, causal, window, softcap, scale, blocks, keys, chip):
     """A kernel over the grid (batch, key head, query head of it, steps); blocks: (q, kv, q_compute, kv_compute). others: more
     inputs (kind, array), outputs: (kind, dtype), of kind "q" (B, H, T, D), "row" (B, H, 1, T), a number for each query, or
     "resident" (B, K, len(keys), D), which stays while the grid walks over queries."""
@@ -387,17 +392,27 @@ def splash_call(kernel, name, q, k, v, others, outputs, scratch, segment_ids, ca
     ids = [jnp.zeros((B, 1, length), jnp.int32) if segment_ids is None else segment_ids[:, None] for length in (T, S)]
     parts = [(pl.ds(s, kv_compute), pl.ds(t, q_compute))  # of a block of scores: slices of keys and of queries
              for s in range(0, block_kv, kv_compute) for t in range(0, block_q, q_compute)]
-    mask = functools.partial(mask_scores, causal=causal, window=window, segmented=segment_ids is not None)
+    step = functools.partial(splash_step, causal=causal, window=window, segmented=segment_ids is not None)
     inputs = [("q", queries), ("kv", k), ("kv", v), *others, ("q_ids", ids[0]), ("kv_ids", ids[1])]
-    return call(functools.partial(kernel, parts=parts, mask=mask, softcap=softcap, **options), name, (B, K, G, n), 2,
-                (q_of, kv_of, flags), [(x, specs[kind]) for kind, x in inputs],
-                [(shapes[kind], dtype, specs[kind]) for kind, dtype in outputs], scratch, chip)
+    return call(functools.partial(kernel, parts=parts, step=step, softcap=softcap), name, (B, K, G, n), 2, (q_of, kv_of, flags),
+                [(x, specs[kind]) for kind, x in inputs], [(shapes[kind], dtype, specs[kind]) for kind, dtype in outputs],
+                scratch, chip)
 
 
-def this_step(q_of, kv_of, flags, q_ref, k_ref):
-    """-> the grid step's flags, and the numbers of its first key and its first query."""
+def splash_step(q_of, kv_of, flags, q_ref, k_ref, q_ids, kv_ids, causal, window, segmented):
+    """-> the grid step's flags, the number of its first key, and mask(scores (keys, queries), keys, queries) of a part."""
     i, step = pl.program_id(3), pl.program_id(0) * pl.num_programs(3) + pl.program_id(3)
-    return flags[step], kv_of[step] * k_ref.shape[0], q_of[i] * q_ref.shape[0]
+    flag, first_key, first_query = flags[step], kv_of[step] * k_ref.shape[0], q_of[i] * q_ref.shape[0]
+
+    def mask(s, keys, queries):
+        distance = lax.broadcasted_iota(jnp.int32, s.shape, 0) - lax.broadcasted_iota(jnp.int32, s.shape, 1)
+        offset = first_key + keys.start - first_query - queries.start  # scalar: distance + offset is key - query
+        keep = distance <= -offset if causal else True
+        keep &= distance > -window - offset if window else True
+        keep &= kv_ids[:, keys].T == q_ids[:, queries] if segmented else True
+        return jnp.where(keep, s, MASKED)
+
+    return flag, first_key, mask
 
 
 def ahead(fn, items, depth):
@@ -409,21 +424,10 @@ def ahead(fn, items, depth):
         yield item, results.pop(0)
 
 
-def mask_scores(s, part, first_key, first_query, q_ids, kv_ids, causal, window, segmented):
-    """s: (keys, queries) of one part -> MASKED where the query may not see the key."""
-    keys, queries = part
-    distance = lax.broadcasted_iota(jnp.int32, s.shape, 0) - lax.broadcasted_iota(jnp.int32, s.shape, 1)
-    offset = first_key + keys.start - first_query - queries.start  # scalar: distance + offset is key - query
-    keep = distance <= -offset if causal else True
-    keep &= distance > -window - offset if window else True
-    keep &= kv_ids[:, keys].T == q_ids[:, queries] if segmented else True
-    return jnp.where(keep, s, MASKED)
-
-
 def splash_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, q_ids, kv_ids, out_ref, lse_ref, m_ref, l_ref, acc_ref, *,
-                  parts, mask, softcap):
+                  parts, step, softcap):
     """q_ref: (q, D); k_ref, v_ref: (kv, D); out_ref: (q, D); lse_ref, m_ref, l_ref: (1, q); acc_ref: (D, q)."""
-    flag, first_key, first_query = this_step(q_of, kv_of, flags, q_ref, k_ref)
+    flag, _, mask = step(q_of, kv_of, flags, q_ref, k_ref, q_ids, kv_ids)
 
     @pl.when(flag & FIRST > 0)
     def _():
@@ -435,7 +439,7 @@ def splash_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, q_ids, kv_ids, out_re
             keys, queries = part
             s = dot(k_ref[keys, :], q_ref[queries, :], NT)  # (kv_compute, q_compute), in units of log 2
             s = softcap * LOG2_E * jnp.tanh(s) if softcap else s
-            return mask(s, part, first_key, first_query, q_ids, kv_ids) if masked else s
+            return mask(s, keys, queries) if masked else s
 
         for (keys, queries), s in ahead(scores, parts, 2):
             m = jnp.maximum(m_ref[:, queries], s.max(0, keepdims=True))
@@ -452,12 +456,12 @@ def splash_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, q_ids, kv_ids, out_re
     def _():
         m, l = m_ref[...], l_ref[...]
         nothing = m == MASKED
-        out_ref[...] = (acc_ref[...] * jnp.where(nothing, 0, 1 / l)).T.astype(out_ref.dtype)
+        store(out_ref, (acc_ref[...] * jnp.where(nothing, 0, 1 / l)).T)
         lse_ref[...] = jnp.where(nothing, jnp.inf, m / LOG2_E + jnp.log(l))
 
 
 def splash_pallas(q, k, v, segment_ids, causal, window, softcap, scale, blocks, chip):
-    b, (B, H, T, D) = splash_blocks(blocks, q, k, chip), q.shape
+    b, (B, H, T, D) = fit_blocks(SplashBlocks, blocks, "splash_attention", chip, q, k), q.shape
     out, lse = splash_call(
         splash_kernel, "splash_attention", q, k, v, [], [("q", q.dtype), ("row", jnp.float32)], [(1, b.q), (1, b.q), (D, b.q)],
         segment_ids, causal, window, softcap, scale, (b.q, b.kv, b.q_compute, b.kv_compute), range(k.shape[2]), chip)
@@ -465,12 +469,11 @@ def splash_pallas(q, k, v, segment_ids, causal, window, softcap, scale, blocks, 
 
 
 def splash_backward_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, q_ids, kv_ids,
-                           dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *, parts, mask, softcap, first_resident,
-                           dq_scale, dk_scale):
+                           dq_ref, dk_ref, dv_ref, dq_acc, dk_acc, dv_acc, *, parts, step, softcap, first_resident, scale):
     """q_ref, g_ref, dq_ref: (q, D); k_ref, v_ref: (kv, D); lse_ref (in units of log 2), delta_ref: (1, q);
     dk_ref, dv_ref, dk_acc, dv_acc: (resident keys, D); dq_acc: (D, q)."""
     group, groups, i, steps = pl.program_id(2), pl.num_programs(2), pl.program_id(3), pl.num_programs(3)
-    flag, first_key, first_query = this_step(q_of, kv_of, flags, q_ref, k_ref)
+    flag, first_key, mask = step(q_of, kv_of, flags, q_ref, k_ref, q_ids, kv_ids)
     pl.when((group == 0) & (i == 0))(lambda: zero(dk_acc, dv_acc))
     pl.when(flag & FIRST > 0)(lambda: zero(dq_acc))
 
@@ -484,8 +487,7 @@ def splash_backward_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, g_ref, lse_r
                 s = jnp.tanh(s)
                 dp_slope = 1 - s * s
                 s = softcap * LOG2_E * s
-            if masked:
-                s = mask(s, (keys, queries), first_key, first_query, q_ids, kv_ids)
+            s = mask(s, keys, queries) if masked else s
             p = jnp.exp2(s - lse_ref[:, queries])
             ds = p * (dp - delta_ref[:, queries])
             ds = (ds * dp_slope if softcap else ds).astype(q_ref.dtype)
@@ -496,35 +498,31 @@ def splash_backward_kernel(q_of, kv_of, flags, q_ref, k_ref, v_ref, g_ref, lse_r
 
     pl.when(flag & FULL > 0)(lambda: attend(masked=False))
     pl.when(flag & PARTIAL > 0)(lambda: attend(masked=True))
-
-    @pl.when(flag & LAST > 0)
-    def _():
-        dq_ref[...] = (dq_acc[...] * dq_scale).T.astype(dq_ref.dtype)
+    pl.when(flag & LAST > 0)(lambda: store(dq_ref, (dq_acc[...] * scale).T))
 
     @pl.when((group == groups - 1) & (i == steps - 1))
     def _():
-        dk_ref[...] = (dk_acc[...] * dk_scale).astype(dk_ref.dtype)
-        dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
+        store(dk_ref, dk_acc[...] * (softcap or 1 / LOG2_E))  # the queries it sums hold the scale already
+        store(dv_ref, dv_acc[...])
 
 
 def splash_backward_pallas(g, q, k, v, segment_ids, out, lse, causal, window, softcap, scale, blocks, chip):
-    b, (B, H, T, D), S = splash_blocks(blocks, q, k, chip), q.shape, k.shape[2]
+    b, (B, H, T, D), S = fit_blocks(SplashBlocks, blocks, "splash_attention", chip, q, k), q.shape, k.shape[2]
     lse, delta = (row.reshape(B, H, 1, T) for row in (lse * LOG2_E, (f32(g) * out).sum(-1)))
     stretch = max(b.kv_resident // b.kv_backward, 1) * b.kv_backward
-    stretches = [range(start, min(start + stretch, S)) for start in range(0, S, stretch)]
+    stretches = [range(S)[start:start + stretch] for start in range(0, S, stretch)]
     dqs, dks, dvs = zip(*(splash_call(
-        splash_backward_kernel, "splash_attention_backward", q, k, v, [("q", g), ("row", lse), ("row", delta)],
+        functools.partial(splash_backward_kernel, first_resident=keys.start, scale=scale), "splash_attention_backward",
+        q, k, v, [("q", g), ("row", lse), ("row", delta)],
         [("q", q.dtype if len(stretches) == 1 else jnp.float32), ("resident", k.dtype), ("resident", v.dtype)],
         [(D, b.q_backward), (len(keys), D), (len(keys), D)], segment_ids, causal, window, softcap, scale,
-        (b.q_backward, b.kv_backward, b.q_compute_backward, b.kv_compute_backward), keys, chip, first_resident=keys.start,
-        dq_scale=scale, dk_scale=softcap or 1 / LOG2_E)  # the kernel's queries hold the scale already
-        for keys in stretches))
+        (b.q_backward, b.kv_backward, b.q_compute_backward, b.kv_compute_backward), keys, chip) for keys in stretches))
     return sum(dqs).astype(q.dtype), jnp.concatenate(dks, 2), jnp.concatenate(dvs, 2)
 
 
 SPLASH = torch_op(
-    "splash_attention", "Tensor q, Tensor k, Tensor v, Tensor? segment_ids",
-    "bool causal, int window, float softcap, float scale", outputs="Tensor out, Tensor lse", saved="Tensor out, Tensor lse",
+    "splash_attention(Tensor q, Tensor k, Tensor v, Tensor? segment_ids, bool causal, int window, float softcap, float scale)"
+    " -> (Tensor out, Tensor lse)", n_saved=2,
     like=lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)),
     forward=(splash_reference, splash_pallas), backward=(splash_backward_reference, splash_backward_pallas))
 
@@ -537,8 +535,7 @@ def linear_cross_entropy(x, weight, targets, *, ignore_index=-100, z_loss=0.0, m
 
     x: (N, D); weight: (V, D); targets: (N,) int. -> (N,) fp32 losses, 0 where the target is ignore_index.
     logits: multiplier * x @ weight.T, in fp32; with a softcap, softcap * tanh(logits / softcap).
-    z_loss: adds z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311, section 5).
-    """
+    z_loss: adds z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311, section 5)."""
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or targets.shape != x.shape[:1]:
         raise KernelError(f"linear_cross_entropy: x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets "
                           f"{tuple(targets.shape)}: want (N, D), (V, D), (N,)")
@@ -550,9 +547,7 @@ def linear_cross_entropy(x, weight, targets, *, ignore_index=-100, z_loss=0.0, m
 
 def reference_logits(x, weight, targets, multiplier, softcap):
     """-> logits (N, V) fp32 and which of them is the target's; none is where the target is no word."""
-    z = multiplier * (f32(x) @ f32(weight).T)
-    z = softcap * lib(x).tanh(z / softcap) if softcap else z
-    return z, targets[:, None] == arange(0, weight.shape[0], x)
+    return logits(f32(x) @ f32(weight).T, multiplier, softcap), targets[:, None] == arange(0, len(weight), x)
 
 
 def cross_entropy_reference(x, weight, targets, ignore_index, z_loss, multiplier, softcap):
@@ -588,7 +583,6 @@ class CrossEntropyBlocks:
     """A grid step holds the logits of `vocab` words for `tokens` tokens. All weights are read once for each block of tokens (dw:
     all tokens for each block of words), so small ones wait for memory. A gradient keeps the whole width of one side and its
     sum in VMEM; what it walks over comes in pieces of *_width and is read twice, unless that is all of the width."""
-
     tokens: int = 1024
     vocab: int = 512
     dx_tokens: int = 1024
@@ -598,12 +592,14 @@ class CrossEntropyBlocks:
     dw_vocab: int = 1024
     dw_width: int = 8192
 
+    def allowed(b, unit, x, weight):
+        (N, D), V = x.shape, weight.shape[0]
+        tokens, words, widths = *(cuts(n, unit, divide=False) for n in (N, V)), [D, *cuts(D, unit)]
+        return tokens, words, tokens, words, widths, tokens, words, widths
 
-def cross_entropy_blocks(given, x, weight, chip):
-    (N, D), V, size = x.shape, weight.shape[0], x.dtype.itemsize
-    tokens, words, widths = *(cuts(n, lanes(chip), divide=False) for n in (N, V)), [D, *cuts(D, lanes(chip))]
+    def vmem(b, x, weight):
+        D, size = x.shape[1], x.dtype.itemsize
 
-    def vmem(b):
         def gradient(outer, inner, width):  # one outer and two inner blocks (one arriving), the output twice, its accumulator;
             # then what the compiler was seen to take for tiles of logits and a part of the masked inner block
             return D * outer * (3 * size + 4) + width * inner * (2 * size + size / 4) + 28 * outer * inner
@@ -611,9 +607,6 @@ def cross_entropy_blocks(given, x, weight, chip):
         return {"forward": (D * size * (b.tokens + 2 * b.vocab) + 16 * b.tokens * b.vocab, ("tokens", "vocab")),
                 "dx": (gradient(b.dx_tokens, b.dx_vocab, b.dx_width), ("dx_tokens", "dx_vocab")),
                 "dw": (gradient(b.dw_vocab, b.dw_tokens, b.dw_width), ("dw_tokens", "dw_vocab"))}
-
-    return fit_blocks(CrossEntropyBlocks, given, "linear_cross_entropy", (x.shape, weight.shape), chip,
-                      lambda b: [tokens, words, tokens, words, widths, tokens, words, widths], vmem)
 
 
 def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l_ref, *, vocab, multiplier, softcap):
@@ -625,21 +618,13 @@ def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l
         m_ref[...] = jnp.full_like(m_ref, MASKED)
         zero(l_ref, picked_ref)
 
-    z, word = scale_logits(dot(w_ref[...], x_ref[...], NT), multiplier, softcap), numbers(w_ref.shape[0], 0, tile)
+    z, word = logits(dot(w_ref[...], x_ref[...], NT), multiplier, softcap), numbers(w_ref.shape[0], 0, tile)
     z = jnp.where(word < vocab, z, MASKED)
     m = jnp.maximum(m_ref[...], z.max(0, keepdims=True))
     l_ref[...] = l_ref[...] * jnp.exp(m_ref[...] - m) + jnp.exp(z - m).sum(0, keepdims=True)
     m_ref[...] = m
     picked_ref[...] += jnp.where(word == target_ref[...], z, 0).sum(0, keepdims=True)
-
-    @pl.when(tile == pl.num_programs(1) - 1)
-    def _():
-        lse_ref[...] = m_ref[...] + jnp.log(l_ref[...])
-
-
-def scale_logits(z, multiplier, softcap):
-    z = multiplier * z
-    return softcap * jnp.tanh(z / softcap) if softcap else z
+    pl.when(tile == pl.num_programs(1) - 1)(lambda: store(lse_ref, m_ref[...] + jnp.log(l_ref[...])))
 
 
 def numbers(words, axis, tile):
@@ -658,15 +643,14 @@ def cross_entropy_gradient_kernel(outer_ref, inner_ref, target_ref, lse_ref, p_r
     pieces = acc_ref.shape[1] // width
     start = 0 if pieces == 1 else pl.multiple_of(jnp.minimum(step, 2 * pieces - 1 - step) * width, width)
     columns = pl.ds(start, width)
-    words = outer_ref.shape[0] if of_words else inner_ref.shape[0]
-    word = numbers(words, int(of_words), pl.program_id(0 if of_words else 1))
+    word = numbers(outer_ref.shape[0], 1, pl.program_id(0)) if of_words else numbers(inner_ref.shape[0], 0, tile)
     pl.when((tile == 0) & (step == 0))(lambda: zero(acc_ref))
 
     def product():
         return dot(inner_ref[...], outer_ref[:, columns], NT)
 
     def gradient(z):
-        z = scale_logits(z, multiplier, softcap)
+        z = logits(z, multiplier, softcap)
         target, lse, p, hit = (ref[...].T if of_words else ref[...] for ref in (target_ref, lse_ref, p_ref, hit_ref))
         dz = multiplier * (jnp.exp(z - lse) * p - jnp.where(word == target, hit, 0))
         dz = dz * (1 - (z / softcap) ** 2) if softcap else dz
@@ -677,68 +661,66 @@ def cross_entropy_gradient_kernel(outer_ref, inner_ref, target_ref, lse_ref, p_r
         acc_ref[:, columns] += dot(dz.astype(inner.dtype), inner, TN)
 
     def first_sum():
-        z_ref[...] = gradient(z_ref[...])
+        store(z_ref, gradient(z_ref[...]))
         add(z_ref[...])
-
-    def put(z):
-        z_ref[...] = z
 
     if pieces == 1:
         add(gradient(product()))
     else:
-        pl.when(step == 0)(lambda: put(product()))
-        pl.when((step > 0) & (step < pieces))(lambda: put(z_ref[...] + product()))
+        pl.when(step == 0)(lambda: store(z_ref, product()))
+        pl.when((step > 0) & (step < pieces))(lambda: store(z_ref, z_ref[...] + product()))
         pl.when(step == pieces)(first_sum)
         pl.when(step > pieces)(lambda: add(z_ref[...]))
-
-    @pl.when((tile == pl.num_programs(1) - 1) & (step == steps - 1))
-    def _():
-        out_ref[...] = acc_ref[...].astype(out_ref.dtype)
+    pl.when((tile == pl.num_programs(1) - 1) & (step == steps - 1))(lambda: store(out_ref, acc_ref[...]))
 
 
-def cross_entropy_call(kernel, name, x, weight, rows, outputs, scratch, tokens, vocab, width, chip, of_words=False, **options):
-    """A kernel over the grid (outer blocks, inner blocks, their pieces forth and back). The outer ones are of tokens, or of
-    words. rows: arrays of a number a token, (N,). outputs: "row" (1, N) fp32 or "outer". Tokens are padded to whole blocks."""
-    n, D, steps = -(-len(x) // tokens) * tokens, x.shape[1], 1 if width == x.shape[1] else 2 * x.shape[1] // width
+def cross_entropy_call(kernel, name, x, weight, rows, outputs, scratch, blocks, multiplier, softcap, chip, of_words=False):
+    """A kernel over the grid (outer blocks, inner blocks, their pieces forth and back). blocks: (outer, inner, width); the outer
+    ones are of tokens, or of words. rows: arrays of a number a token, (N,). outputs: "row" (1, N) fp32 or "outer". Tokens are
+    padded to whole blocks."""
+    (outer_size, inner_size, width), D = blocks, x.shape[1]
+    tokens, steps = inner_size if of_words else outer_size, 1 if width == D else 2 * D // width
+    n = pl.cdiv(len(x), tokens) * tokens
     x, *rows = (jnp.pad(a, [(0, n - len(a))] + [(0, 0)] * (a.ndim - 1)) for a in (x, *rows))
-    (outer, size), (inner, inner_size) = [(weight, vocab), (x, tokens)] if of_words else [(x, tokens), (weight, vocab)]
+    outer, inner = (weight, x) if of_words else (x, weight)
     row = pl.BlockSpec((1, tokens), lambda i, j, s: (0, j if of_words else i))
-    inputs = [(outer, pl.BlockSpec((size, D), lambda i, j, s: (i, 0), pipeline_mode=pl.Buffered(1))),  # stays: one buffer
+    inputs = [(outer, pl.BlockSpec((outer_size, D), lambda i, j, s: (i, 0), pipeline_mode=pl.Buffered(1))),  # stays: one buffer
               (inner, pl.BlockSpec((inner_size, width), lambda i, j, s: (j, jnp.minimum(s, steps - 1 - s)))),
               *((r[None], row) for r in rows)]
     kinds = {"row": ((1, n), jnp.float32, row),
-             "outer": (outer.shape, outer.dtype, pl.BlockSpec((size, D), lambda i, j, s: (i, 0)))}
-    return call(functools.partial(kernel, vocab=len(weight), **options), name,
-                (pl.cdiv(len(outer), size), pl.cdiv(len(inner), inner_size), steps), 2, (), inputs,
+             "outer": (outer.shape, outer.dtype, pl.BlockSpec((outer_size, D), lambda i, j, s: (i, 0)))}
+    return call(functools.partial(kernel, vocab=len(weight), multiplier=multiplier, softcap=softcap), name,
+                (pl.cdiv(len(outer), outer_size), pl.cdiv(len(inner), inner_size), steps), 2, (), inputs,
                 [kinds[kind] for kind in outputs], scratch, chip)
 
 
 def cross_entropy_pallas(x, weight, targets, ignore_index, z_loss, multiplier, softcap, blocks, chip):
-    b, N, valid = cross_entropy_blocks(blocks, x, weight, chip), len(x), targets != ignore_index
+    b = fit_blocks(CrossEntropyBlocks, blocks, "linear_cross_entropy", chip, x, weight)
+    N, valid = len(x), targets != ignore_index
     lse, picked = cross_entropy_call(
         cross_entropy_kernel, "linear_cross_entropy", x, weight, [jnp.where(valid, targets, -1)], ["row", "row"],
-        [(1, b.tokens)] * 2, b.tokens, b.vocab, x.shape[1], chip, multiplier=multiplier, softcap=softcap)
+        [(1, b.tokens)] * 2, (b.tokens, b.vocab, x.shape[1]), multiplier, softcap, chip)
     lse, picked = lse[0, :N], picked[0, :N]
     return jnp.where(valid, lse - picked + z_loss * lse ** 2, 0), lse
 
 
 def cross_entropy_backward_pallas(g, x, weight, targets, lse, ignore_index, z_loss, multiplier, softcap, blocks, chip):
-    b, (N, D) = cross_entropy_blocks(blocks, x, weight, chip), x.shape
+    b, (N, D) = fit_blocks(CrossEntropyBlocks, blocks, "linear_cross_entropy", chip, x, weight), x.shape
     hit = jnp.where(targets != ignore_index, g, 0)
 
-    def gradient(of_words, tokens, vocab, width):
-        (outer, inner), name = (vocab, tokens) if of_words else (tokens, vocab), "linear_cross_entropy_d" + "xw"[of_words]
+    def gradient(name, of_words, outer, inner, width):
         return cross_entropy_call(
             functools.partial(cross_entropy_gradient_kernel, of_words=of_words), name, x, weight,
             [targets, lse, hit * (1 + 2 * z_loss * lse), hit], ["outer"], [(outer, D)] + [(inner, outer)] * (width < D),
-            tokens, vocab, width, chip, of_words, multiplier=multiplier, softcap=softcap)[0]
+            (outer, inner, width), multiplier, softcap, chip, of_words)[0]
 
-    return gradient(False, b.dx_tokens, b.dx_vocab, b.dx_width)[:N], gradient(True, b.dw_tokens, b.dw_vocab, b.dw_width)
+    dx = gradient("linear_cross_entropy_dx", False, b.dx_tokens, b.dx_vocab, b.dx_width)
+    return dx[:N], gradient("linear_cross_entropy_dw", True, b.dw_vocab, b.dw_tokens, b.dw_width)
 
 
 LOSS = torch_op(
-    "linear_cross_entropy", "Tensor x, Tensor weight, Tensor targets",
-    "int ignore_index, float z_loss, float multiplier, float softcap", outputs="Tensor loss, Tensor lse", saved="Tensor lse",
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, int ignore_index, float z_loss, float multiplier, "
+    "float softcap) -> (Tensor loss, Tensor lse)", n_saved=1,
     like=lambda x, *_: tuple(x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(2)),
     forward=(cross_entropy_reference, cross_entropy_pallas),
     backward=(cross_entropy_backward_reference, cross_entropy_backward_pallas))
@@ -750,9 +732,8 @@ LOSS = torch_op(
 def grouped_matmul(x, w, group_sizes):
     """x[rows of group e] @ w[e] for every expert e.
 
-    x: (N, D), sorted by expert; w: (E, D, F); group_sizes: (E,) int32, data: empty groups and any sizes whose
-    sum is at most N. -> (N, F) in x's dtype; rows behind the last group give zeros.
-    """
+    x: (N, D), sorted by expert; w: (E, D, F); group_sizes: (E,) int32, data: empty groups and any sizes whose sum is at most N.
+    -> (N, F) in x's dtype; rows behind the last group give zeros."""
     check_grouped("grouped_matmul", x, (w,), group_sizes)
     return torch.ops.tpu.grouped_matmul(x, w, group_sizes)
 
@@ -760,14 +741,14 @@ def grouped_matmul(x, w, group_sizes):
 def paired_grouped_matmul(x, gate, up, group_sizes):
     """silu(x @ gate[e]) * (x @ up[e]) for every expert e: a gated MLP's first half, reading x once.
 
-    x: (N, D), sorted by expert; gate, up: (E, D, F); group_sizes as in grouped_matmul. -> (N, F) in x's dtype.
-    """
+    x: (N, D), sorted by expert; gate, up: (E, D, F); group_sizes as in grouped_matmul. -> (N, F) in x's dtype."""
     check_grouped("paired_grouped_matmul", x, (gate, up), group_sizes)
     return torch.ops.tpu.paired_grouped_matmul(x, gate, up, group_sizes)[0]
 
 
 def check_grouped(name, x, weights, group_sizes):
-    if x.ndim != 2 or any(w.shape != weights[0].shape or w.shape[:2] != (*group_sizes.shape, x.shape[1]) for w in weights):
+    if x.ndim != 2 or any(w.ndim != 3 or w.shape != weights[0].shape or w.shape[:2] != (*group_sizes.shape, x.shape[1])
+                          for w in weights):
         raise KernelError(f"{name}: x {tuple(x.shape)}, weights {[tuple(w.shape) for w in weights]}, group_sizes "
                           f"{tuple(group_sizes.shape)}: want (N, D), (E, D, F), (E,)")
 
@@ -782,11 +763,13 @@ def group_tiles(group_sizes, n):
     return last[-1], group, (ends - group_sizes)[group] + (tile - (last - count)[group]) * rows, ends[group]
 
 
-def gather_tiles(x, first, end):
-    """torch: -> numbers of the tiles' rows (tiles, rows), N for none, and the rows of x (tiles, rows, D), 0 for none."""
-    index = first[:, None] + arange(0, min(128, len(x)), x)
-    index = torch.where(index < end[:, None], index, len(x))
-    return index, F.pad(x, (0, 0, 0, 1))[index]
+def gather_tiles(group_sizes, *arrays):
+    """torch: -> the tiles' groups, their rows' numbers (tiles, rows), N for none, and those rows of each array, 0 for none."""
+    N = len(arrays[0])
+    _, group, first, end = group_tiles(group_sizes, N)
+    index = first[:, None] + arange(0, min(128, N), first)
+    index = torch.where(index < end[:, None], index, N)
+    return group, index, *(F.pad(x, (0, 0, 0, 1))[index] for x in arrays)
 
 
 def over_tiles(body, arrays, group_sizes, init):
@@ -805,8 +788,7 @@ def over_tiles(body, arrays, group_sizes, init):
 
 def grouped_reference(x, w, group_sizes):
     if lib(x) is torch:
-        _, group, first, end = group_tiles(group_sizes, len(x))
-        index, tiles = gather_tiles(x, first, end)
+        group, index, tiles = gather_tiles(group_sizes, x)
         return x.new_zeros(len(x) + 1, w.shape[2]).index_put((index,), tiles @ w[group])[:-1]
 
     def write(y, group, start, own, x):
@@ -819,8 +801,7 @@ def grouped_reference(x, w, group_sizes):
 def grouped_weights_reference(x, g, group_sizes):
     """x[rows of e].T @ g[rows of e] -> (E, D, F) in x's dtype."""
     if lib(x) is torch:
-        _, group, first, end = group_tiles(group_sizes, len(x))
-        x, g = (gather_tiles(t, first, end)[1] for t in (x, g))
+        group, _, x, g = gather_tiles(group_sizes, x, g)
         y = x.float().mT @ g.float()
         return y.new_zeros(len(group_sizes), *y.shape[1:]).index_add(0, group, y).to(g.dtype)
 
@@ -878,14 +859,13 @@ class GroupedBlocks:
     dw_d: int = 2 ** 16
     dw_f: int = 2 ** 16
 
+    def allowed(b, unit, x, w, *_):
+        (n, D), F = x.shape, w.shape[2]
+        rows, d, f = cuts(n, 32, divide=False), *(sorted({n, *cuts(n, unit)}, reverse=True) for n in (D, F))
+        return rows, f, rows, d, rows, d, f
 
-def grouped_blocks(given, x, weights, chip):
-    (n, D), F, size, pair = x.shape, weights[0].shape[2], x.dtype.itemsize, len(weights)
-    if {x.dtype, *(w.dtype for w in weights)} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float32)}):
-        raise KernelError(f"grouped_matmul: x is {x.dtype} and the weights {weights[0].dtype}: want both bfloat16 or float32")
-    rows, d, f = cuts(n, 32, divide=False), *(sorted({n, *cuts(n, lanes(chip))}, reverse=True) for n in (D, F))
-
-    def vmem(b):  # each block twice, so that the next one's copy runs under this one's arithmetic; results in fp32
+    def vmem(b, x, *ws):  # each block twice, so that the next one's copy runs under this one's arithmetic; results in fp32
+        D, F, size, pair = *ws[0].shape[1:], x.dtype.itemsize, len(ws)
         forward = 2 * size * (b.rows * D + pair * D * b.columns + (2 * pair - 1) * b.rows * b.columns)
         dx = 2 * size * (pair * b.dx_rows * F + pair * F * b.dx_columns + b.dx_rows * b.dx_columns)
         dw = 2 * size * (b.dw_rows * b.dw_d + pair * b.dw_rows * b.dw_f + pair * b.dw_d * b.dw_f)
@@ -893,8 +873,11 @@ def grouped_blocks(given, x, weights, chip):
                 "dx": (dx + 4 * b.dx_rows * b.dx_columns, ("dx_columns",)),
                 "dw": (dw + 4 * (pair + 1) * b.dw_d * b.dw_f, ("dw_d", "dw_f"))}  # a result, before it is added to its sum
 
-    op = "paired_grouped_matmul" if pair == 2 else "grouped_matmul"
-    return fit_blocks(GroupedBlocks, given, op, (x.shape, weights[0].shape), chip, lambda b: [rows, f, rows, d, rows, d, f], vmem)
+
+def grouped_blocks(given, x, ws, chip):
+    if {x.dtype, *(w.dtype for w in ws)} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float32)}):
+        raise KernelError(f"grouped_matmul: x is {x.dtype} and the weights {ws[0].dtype}: want both bfloat16 or float32")
+    return fit_blocks(GroupedBlocks, given, "paired_" * (len(ws) == 2) + "grouped_matmul", chip, x, *ws)
 
 
 WHOLE, LOWER, UPPER, NOTHING = range(4)  # what a visit multiplies of its tile
@@ -904,8 +887,7 @@ def visits(group_sizes, n, rows, every_group):
     """-> how many, and for each visit its group, tile, where in the tile the group begins and ends, and in which half it lies.
 
     The rows behind the last group count as one more group, len(group_sizes), of which there is NOTHING to multiply.
-    every_group: that one is left out, and empty groups are visited once too.
-    """
+    every_group: that one is left out, and empty groups are visited once too."""
     sizes = group_sizes if every_group else jnp.append(group_sizes, n - group_sizes.sum())
     groups, tiles = jnp.arange(len(sizes)), pl.cdiv(n, rows)
 
@@ -951,17 +933,15 @@ def grouped_kernel(expert, tile, begin, part, *refs, transposed, n_x, n_w):
     pl.when(part[visit] == NOTHING)(lambda: write(whole, [0.0] * len(outs)))
 
 
-def grouped_call(name, xs, ws, group_sizes, n_outs, rows, columns, chip, transposed=False):
+def grouped_call(xs, ws, group_sizes, rows, columns, chip, transposed=False):
     """grouped_kernel for every visit and block of columns. Transposed weights are read as they lie, (columns, K)."""
-    (n, K), width = xs[0].shape, ws[0].shape[1 if transposed else 2]
+    (n, K), width, n_outs = xs[0].shape, ws[0].shape[1 if transposed else 2], 1 if transposed else 2 * len(ws) - 1
+    name = "paired_" * (len(ws) == 2) + "grouped_matmul" + "_dx" * transposed
     n_visits, (group, tile, begin, _, part) = visits(group_sizes, n, rows, every_group=False)
     expert = jnp.minimum(group, len(group_sizes) - 1)  # whose weights to hold, behind the last group too
-
-    def weights_at(column, visit, expert, *_):
-        return (expert[visit], column, 0) if transposed else (expert[visit], 0, column)
-
     x_rows = pl.BlockSpec((rows, K), lambda c, v, expert, tile, *_: (tile[v], 0))
-    weights = pl.BlockSpec((None, columns, K) if transposed else (None, K, columns), weights_at)
+    weights = (pl.BlockSpec((None, columns, K), lambda c, v, expert, *_: (expert[v], c, 0)) if transposed else
+               pl.BlockSpec((None, K, columns), lambda c, v, expert, *_: (expert[v], 0, c)))
     out = pl.BlockSpec((rows, columns), lambda c, v, expert, tile, *_: (tile[v], c))
     return call(functools.partial(grouped_kernel, transposed=transposed, n_x=len(xs), n_w=len(ws)), name,
                 (width // columns, n_visits), 1, (expert, tile, begin, part),
@@ -995,43 +975,42 @@ def weights_kernel(group, tile, begin, end, x, *refs):
     @pl.when(last_of_group)
     def _():
         for out, total in zip(outs, sums):
-            out[...] = (total[...].T if flipped else total[...]).astype(out.dtype)
+            store(out, total[...].T if flipped else total[...])
 
 
 def grouped_pallas(x, ws, group_sizes, blocks, chip):
-    b, pair = grouped_blocks(blocks, x, ws, chip), len(ws) == 2
-    name, n_outs = ("paired_grouped_matmul", 3) if pair else ("grouped_matmul", 1)
-    return grouped_call(name, [x], ws, group_sizes, n_outs, b.rows, b.columns, chip)
+    b = grouped_blocks(blocks, x, ws, chip)
+    return grouped_call([x], ws, group_sizes, b.rows, b.columns, chip)
 
 
 def grouped_gradients_pallas(x, gs, ws, group_sizes, blocks, chip):
     """-> dx, and dw for each of the weights. gs: gradients with respect to x @ w for each of them."""
-    b, (n, D), (E, _, F_), name = grouped_blocks(blocks, x, ws, chip), x.shape, ws[0].shape, "paired_" * (len(ws) == 2)
-    dx = grouped_call(name + "grouped_matmul_dx", gs, ws, group_sizes, 1, b.dx_rows, b.dx_columns, chip, transposed=True)
-    n_visits, (*scalars, _) = visits(group_sizes, n, b.dw_rows, every_group=True)
+    b, (E, D, F_) = grouped_blocks(blocks, x, ws, chip), ws[0].shape
+    dx = grouped_call(gs, ws, group_sizes, b.dx_rows, b.dx_columns, chip, transposed=True)
+    n_visits, (*scalars, _) = visits(group_sizes, len(x), b.dw_rows, every_group=True)
     x_rows = pl.BlockSpec((b.dw_rows, b.dw_d), lambda i, j, v, group, tile, *_: (tile[v], i))
     g_rows = pl.BlockSpec((b.dw_rows, b.dw_f), lambda i, j, v, group, tile, *_: (tile[v], j))
     dw = pl.BlockSpec((None, b.dw_d, b.dw_f), lambda i, j, v, group, *_: (group[v], i, j))
     total = (b.dw_f, b.dw_d) if b.dw_f < b.dw_d else (b.dw_d, b.dw_f)
-    dws = call(weights_kernel, name + "grouped_matmul_dw", (D // b.dw_d, F_ // b.dw_f, n_visits), 1, scalars,
-               [(x, x_rows), *((g, g_rows) for g in gs)], [((E, D, F_), x.dtype, dw)] * len(gs), [total] * len(gs), chip)
+    name, grid = "paired_" * (len(ws) == 2) + "grouped_matmul_dw", (D // b.dw_d, F_ // b.dw_f, n_visits)
+    dws = call(weights_kernel, name, grid, 1, scalars, [(x, x_rows), *((g, g_rows) for g in gs)],
+               [((E, D, F_), x.dtype, dw)] * len(gs), [total] * len(gs), chip)
     return *dx, *dws
 
 
 EXPERTS = torch_op(
-    "grouped_matmul", "Tensor x, Tensor w, Tensor group_sizes", "", outputs="Tensor y", saved="",
+    "grouped_matmul(Tensor x, Tensor w, Tensor group_sizes) -> (Tensor y)", n_saved=0,
     like=lambda x, w, _: x.new_empty(x.shape[0], w.shape[2]),
-    forward=(grouped_reference, lambda x, w, sizes, *where: grouped_pallas(x, [w], sizes, *where)[0]),
+    forward=(grouped_reference, lambda x, w, sizes, blocks, chip: grouped_pallas(x, [w], sizes, blocks, chip)[0]),
     backward=(lambda g, x, w, sizes: grouped_gradients_reference(x, [g], [w], sizes),
-              lambda g, x, w, sizes, *where: grouped_gradients_pallas(x, [g], [w], sizes, *where)))
+              lambda g, x, w, sizes, blocks, chip: grouped_gradients_pallas(x, [g], [w], sizes, blocks, chip)))
 EXPERTS |= torch_op(
-    "paired_grouped_matmul", "Tensor x, Tensor gate, Tensor up, Tensor group_sizes", "",
-    outputs="Tensor y, Tensor a, Tensor b", saved="Tensor a, Tensor b",
+    "paired_grouped_matmul(Tensor x, Tensor gate, Tensor up, Tensor group_sizes) -> (Tensor y, Tensor a, Tensor b)", n_saved=2,
     like=lambda x, gate, *_: tuple(x.new_empty(x.shape[0], gate.shape[2]) for _ in range(3)),
-    forward=(paired_reference, lambda x, gate, up, sizes, *where: grouped_pallas(x, [gate, up], sizes, *where)),
+    forward=(paired_reference, lambda x, gate, up, sizes, blocks, chip: grouped_pallas(x, [gate, up], sizes, blocks, chip)),
     backward=(lambda g, x, gate, up, sizes, a, b: grouped_gradients_reference(x, silu_backward(g, a, b), [gate, up], sizes),
-              lambda g, x, gate, up, sizes, a, b, *where: grouped_gradients_pallas(
-                  x, silu_backward(g, a, b), [gate, up], sizes, *where)))
+              lambda g, x, gate, up, sizes, a, b, blocks, chip: grouped_gradients_pallas(
+                  x, silu_backward(g, a, b), [gate, up], sizes, blocks, chip)))
 
 
 # ---------------------------------------------------------------------------------------- lowerings
@@ -1045,13 +1024,12 @@ def lowerings(kind="reference", *, splash=None, fused_ce=None, paired_gmm=None, 
     block sizes; *_blocks: instead of the tuned ones."""
     if chip not in VMEM_MIB:
         raise KernelError(f"chip must be one of {', '.join(VMEM_MIB)} (got {chip!r})")
-
-    def choose(kind, blocks, reference, pallas):
-        if kind not in ("reference", "interpret", "pallas"):
-            raise KernelError(f'kernels must be "reference", "interpret" or "pallas" (got {kind!r})')
-        where = "interpret" if kind == "interpret" else chip
-        return reference if kind == "reference" else lambda *args: pallas(*args, blocks, where)
-
-    parts = ((ROTARY, None, None), (SPLASH, splash, splash_blocks), (LOSS, fused_ce, ce_blocks),
-             (EXPERTS, paired_gmm, grouped_blocks))
-    return {op: choose(own or kind, blocks, *functions) for ops, own, blocks in parts for op, functions in ops.items()}
+    table = {}
+    for ops, own, blocks in ((ROTARY, kind, None), (SPLASH, splash or kind, splash_blocks), (LOSS, fused_ce or kind, ce_blocks),
+                             (EXPERTS, paired_gmm or kind, grouped_blocks)):
+        if own not in ("reference", "interpret", "pallas"):
+            raise KernelError(f'kernels must be "reference", "interpret" or "pallas" (got {own!r})')
+        for op, (reference, pallas) in ops.items():
+            table[op] = reference if own == "reference" else functools.partial(
+                pallas, blocks=blocks, chip="interpret" if own == "interpret" else chip)
+    return table

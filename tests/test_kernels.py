@@ -276,9 +276,9 @@ def test_make_fx_sees_one_node_forward_and_one_backward():
 
 def test_a_width_that_128_does_not_divide_is_not_cut():
     x, w = (jax.ShapeDtypeStruct((n, 8200), jnp.bfloat16) for n in (512, 1000))
-    assert kernels.cross_entropy_blocks(None, x, w, "tpu7x").dx_width == 8200
+    assert kernels.fit_blocks(CrossEntropyBlocks, None, "linear_cross_entropy", "tpu7x", x, w).dx_width == 8200
     with pytest.raises(kernels.KernelError, match="dx_width=8192 does not fit"):
-        kernels.cross_entropy_blocks(CrossEntropyBlocks(), x, w, "tpu7x")
+        kernels.fit_blocks(CrossEntropyBlocks, CrossEntropyBlocks(), "linear_cross_entropy", "tpu7x", x, w)
 
 
 def test_wrong_shapes_dtypes_and_blocks_raise_before_compiling():
