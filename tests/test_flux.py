@@ -201,7 +201,7 @@ def test_flops_are_the_captured_graphs_own(config):
     D, blocks = config.dim, config.n_layers + config.n_single_layers
     of_batch = 2 * D * (config.n_text * config.text_dim + H * W * config.channels + config.pooled_dim
                         + 256 * (1 + config.guidance))
-    want = build(config).flops_per_row(config.n_text, H * W // 4)
+    want = build(config).flops_per_token(T) * T
     assert counted + of_batch + 6 * blocks * T * T * D == pytest.approx(want, rel=1e-12)
 
 

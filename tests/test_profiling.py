@@ -80,7 +80,7 @@ def test_the_profile_names_the_lines_and_its_shares_add_up(documents, tmp_path, 
     assert {"matmul", "attention", "loss", "optimizer"} < kinds.keys() and max(kinds, key=kinds.get) == "matmul"
     # The MLP has 70 % of a layer's weights; its forward and backward are one line's.
     assert max(lines, key=lines.get) == f"llama3.py:{line_of('llama3.py', 'self.down_proj(F.silu')} MLP.forward"
-    assert f"llama3.py:{line_of('llama3.py', 'nll = linear_cross_entropy')} Llama3.loss" in lines
+    assert f"llama3.py:{line_of('llama3.py', 'nll = linear_cross_entropy')} next_token_loss" in lines
     assert lines.get("(made by the compiler)", 0) + lines.get("(not in the step)", 0) < 15
 
     events = json.load(gzip.open(glob.glob(f"{tmp_path}/plugins/profile/*/*.trace.json.gz")[0]))["traceEvents"]
