@@ -333,7 +333,7 @@ def test_sampling_is_diffusers_pipeline(tmp_path):
     want = unpack(want, 8 * H, 8 * W, 8).numpy()
 
     model = build(SMALL)
-    simple_fsdp.cast(model)
+    simple_fsdp.fully_shard(model, None)
     params = {name: jax.numpy.asarray(p.detach().numpy()) for name, p in ref.named_parameters()}
     both = [np.concatenate([x, np.zeros_like(x)]) for x in (text.numpy(), pooled.numpy())]
     got = sample.euler(model, params, lowering.make_mesh(1, 1, jax.devices()[:1]), *both, (4, H, W), steps=6, guidance=3.5)
