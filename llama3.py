@@ -150,6 +150,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """A decoder layer: two residual branches, each normalized before."""
+
     def __init__(self, c, attention, mlp):
         super().__init__()
         self.self_attn, self.mlp = attention, mlp

@@ -6,7 +6,7 @@ Notable features:
 - 128 experts, 8 a token: no loop over experts, no capacity, no dropped token, static shapes. Tokens are
   sorted by expert, and one grouped matmul does all experts at once (kernels.py)
 - router in fp32, top-k probabilities normalized, load-balancing loss over the whole batch of all devices
-- attention normalizes q and k per head (QK-norm), no bias
+- attention is Qwen3's (qwen3.py): q and k normalized per head (QK-norm), no bias
 - parameter names are Hugging Face's own, with each layer's experts stacked in one tensor
 """
 
