@@ -104,8 +104,7 @@ def rope_table(positions, head_dim, theta, scaling=None):
 
     positions: (T,) int. They run on across packed documents: rotary attention only sees differences.
     scaling: Llama 3.1's (factor, low, high, original): a frequency that turns less than `low` times within the
-    original context is slowed by `factor`, one that turns more than `high` times stays, linear in between.
-    """
+    original context is slowed by `factor`, one that turns more than `high` times stays, linear in between."""
     freq = theta ** -(torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     if scaling:
         factor, low, high, original = scaling
@@ -185,8 +184,7 @@ def next_token_loss(targets, x, weight, psum, multiplier=1.0, softcap=0.0):
 
     targets: (N,) int, -100: ignored; x: (N, dim); weight: (vocab, dim), the output layer's; multiplier, softcap: of the logits
     (kernels.linear_cross_entropy). psum sums a tensor over the devices that share the batch.
-    Returns (loss, auxiliary loss), fp32 scalars that add up over devices.
-    """
+    Returns (loss, auxiliary loss), fp32 scalars that add up over devices."""
     nll = linear_cross_entropy(x, weight, targets, multiplier=multiplier, softcap=softcap)  # (N,) fp32
     valid = psum((targets >= 0).sum().float()).clamp(min=1)
     loss = nll.sum() / valid
@@ -216,8 +214,7 @@ class Llama3(nn.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, tokens, segment_ids=None, positions=None):
-        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None
-        -> normalized hidden states (B, T, dim)."""
+        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None -> normalized hidden states (B, T, dim)."""
         c = self.config
         positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         cos, sin = rope_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)

@@ -153,8 +153,7 @@ class MuseGlimmer(nn.Module):
         return 0.0, 0.02
 
     def forward(self, tokens, segment_ids=None, positions=None):
-        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None
-        -> normalized hidden states (B, T, dim)."""
+        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None -> normalized hidden states (B, T, dim)."""
         c = self.config
         positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         cos, sin = rope_table(positions, c.head_dim, c.rope_theta)

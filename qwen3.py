@@ -99,8 +99,7 @@ class Qwen3(nn.Module):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, tokens, segment_ids=None, positions=None):
-        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None
-        -> normalized hidden states (B, T, dim)."""
+        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None -> normalized hidden states (B, T, dim)."""
         c = self.config
         positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         cos, sin = rope_table(positions, c.head_dim, c.rope_theta)

@@ -36,9 +36,8 @@ def fully_shard(module, mesh, *, param_dtype=None, reduce_dtype=torch.float32, r
     mesh: a DeviceMesh; one of two dimensions (replicas, shards) is hybrid sharding, which replicates over the first (slices)
     and shards over the second; None: a single device, where a read only casts. param_dtype: dtype that is gathered and
     computed in (None: the parameter's own); reduce_dtype: dtype of the gradient's reduction; reduce_op: "avg" for a loss that
-    is a mean on each device, "sum" for one that is already divided by the whole batch. keep_fp32: name endings that are read
-    uncast.
-    """
+    is a mean on each device, "sum" for one that is already divided by the whole batch. keep_fp32: endings of names of
+    parameters that are read uncast."""
     classes = {}  # modules that read alike share one: torch.compile then takes all layers for the same code
     for prefix, sub in module.named_modules():
         read, key = {}, [type(sub)]
