@@ -7,6 +7,7 @@
 """
 
 import argparse
+import contextlib
 import dataclasses
 import statistics
 import sys
@@ -52,12 +53,16 @@ def paired_expert_loop(x, gate, up, group_sizes):
     return F.silu(expert_loop(x, gate, group_sizes)) * expert_loop(x, up, group_sizes)
 
 
-def plain_torch(model_class):
-    """A context in which a model's file has, for its custom ops, what a PyTorch user would write, with autograd's backward."""
-    module = sys.modules[model_class.__module__]
+@contextlib.contextmanager
+def plain_torch():
+    """Swaps the custom ops in the models' files for what a PyTorch user would write, with autograd's own backward."""
     plain = {"splash_attention": sdpa, "linear_cross_entropy": cross_entropy,
              "grouped_matmul": expert_loop, "paired_grouped_matmul": paired_expert_loop}
-    return mock.patch.multiple(module, **{name: op for name, op in plain.items() if hasattr(module, name)})
+    with contextlib.ExitStack() as stack:
+        for model_class in train.MODELS.values():  # their files import from each other
+            file = sys.modules[model_class.__module__]
+            stack.enter_context(mock.patch.multiple(file, **{name: op for name, op in plain.items() if hasattr(file, name)}))
+        yield
 
 
 def eager_trainer(model_class, config, params, opt, compile=False):
@@ -74,7 +79,7 @@ def eager_trainer(model_class, config, params, opt, compile=False):
     loss_fn = torch.compile(model.loss) if compile else model.loss
 
     def step(batch):
-        with plain_torch(model_class):
+        with plain_torch():
             loss, aux_loss = loss_fn({name: torch.from_numpy(x) for name, x in batch.items()})
             adamw.zero_grad(set_to_none=True)
             (loss + aux_loss).backward()

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.nn.utils.stateless import _reparametrize_module
 
 from kernels import splash_attention
+from llama3 import Layers, RMSNorm, normalize
 
 
 @dataclass(frozen=True)
@@ -72,23 +73,10 @@ class Linear(nn.Linear):
         return F.linear(x.to(weight.dtype), weight, self.bias)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, dim, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
-
-    def forward(self, x):
-        h = x.float()
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * h.to(x.dtype)
-
-
 def layer_norm(x, eps):
     """Without scale and shift: those are the modulation's."""
     h = x.float()
-    h = h - h.mean(-1, keepdim=True)
-    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return normalize(h - h.mean(-1, keepdim=True), eps).to(x.dtype)
 
 
 class Modulation(nn.Module):
@@ -245,15 +233,6 @@ class SingleBlock(nn.Module):
         return x + gate * self.proj_out(torch.cat([y, F.gelu(self.proj_mlp(h), approximate="tanh")], dim=-1))
 
 
-class Layers(nn.ModuleList):
-    """Blocks in order. `--scan` puts one loop in this place (graph_trainer.ScanLayers)."""
-
-    def forward(self, x, *consts):
-        for layer in self:
-            x = layer(x, *consts)
-        return x
-
-
 class Flux(nn.Module):
     sizes, Config = SIZES, Config
     defaults = {"batch": 32, "lr": 3e-3}  # train.py's
@@ -328,20 +307,16 @@ class Flux(nn.Module):
         loss = (v - (noise - x0)).square().mean((1, 2, 3)).sum() / rows
         return loss, torch.zeros_like(loss)
 
-    def flops_per_row(self, n_text, n_image):
-        """Forward and backward matmul FLOPs of one sample: 6 per weight and token that passes it, plus attention."""
-        c = self.config
-        T, D = n_text + n_image, c.dim
+    def flops_per_token(self, T):
+        """Forward and backward matmul FLOPs a token of a row, config.n_text of whose T tokens are text: 6 per weight and token
+        that passes it, plus attention."""
+        c, n_image, D = self.config, T - self.config.n_text, self.config.dim
         block = (4 + 2 * c.mlp_ratio) * D * D  # a token's weights in either kind of block
         tokens = (c.n_layers + c.n_single_layers) * (T * block + 2 * T * T * D)
-        tokens += n_text * c.text_dim * D + 8 * n_image * c.channels * D
+        tokens += c.n_text * c.text_dim * D + 8 * n_image * c.channels * D
         embed = (256 + D) * D * (1 + c.guidance) + (c.pooled_dim + D) * D
-        vector = embed + (12 * c.n_layers + 3 * c.n_single_layers + 2) * D * D  # once a sample
-        return 6 * (tokens + vector)
-
-    def flops_per_token(self, T):
-        """flops_per_row over its T tokens, of which config.n_text are text."""
-        return self.flops_per_row(self.config.n_text, T - self.config.n_text) / T
+        vector = embed + (12 * c.n_layers + 3 * c.n_single_layers + 2) * D * D  # once a row
+        return 6 * (tokens + vector) / T
 
 
 def shift_time(t, shift):

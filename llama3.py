@@ -8,6 +8,7 @@ Notable features:
 - parameter names are Hugging Face's own, so weights go in and out by name
 - attention and the loss are single custom ops (kernels.py): Pallas on TPU, plain math elsewhere
 - fp32 where it matters: norms, softmax, logits and loss; everything else in the compute dtype
+- what the other models have just the same (norm, rotary table, MLP, loss) they import from here
 """
 
 import math
@@ -18,6 +19,27 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from kernels import linear_cross_entropy, rotate_half, splash_attention
+
+
+# Config's fields as config.json calls them
+HF_FIELDS = {"n_layers": "num_hidden_layers", "dim": "hidden_size", "n_heads": "num_attention_heads",
+             "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn": "intermediate_size",
+             "vocab": "vocab_size", "rope_theta": "rope_theta", "norm_eps": "rms_norm_eps"}
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+LLAMA_3_1 = (8.0, 1.0, 4.0, 8192)
+
+
+def read_hf(h, file, **known):
+    """config.json with the rotary keys beside the others: transformers 5 has them in rope_parameters, older versions in
+    rope_scaling. known: what `file` computes, by key, a tuple where it has a choice (the first is the default). Raises
+    ValueError for anything else."""
+    rope = h.get("rope_parameters") or {"rope_theta": h.get("rope_theta", 1e4), **(h.get("rope_scaling") or {})}
+    h = {"tie_word_embeddings": False, **h, "rope_type": rope.get("type", "default"), **rope}
+    for key, values in known.items():
+        values = values if isinstance(values, tuple) else (values,)
+        if h.get(key, values[0]) not in values:
+            raise ValueError(f"{key} is {h[key]!r}; {file} knows {' and '.join(map(repr, values))}")
+    return h
 
 
 @dataclass(frozen=True)
@@ -37,33 +59,19 @@ class Config:
     @classmethod
     def from_hf(cls, h):
         """The Config of a config.json. Raises ValueError for what this file does not compute."""
-        # transformers 5 writes rope_parameters, older versions rope_theta and rope_scaling
-        rope = h.get("rope_parameters") or {"rope_theta": h.get("rope_theta", 1e4), **(h.get("rope_scaling") or {})}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        for key, got, known in [("rope_type", kind, ("default", "llama3")),
-                                ("hidden_act", h.get("hidden_act", "silu"), ("silu",)),
-                                ("attention_bias", h.get("attention_bias", False), (False,)),
-                                ("mlp_bias", h.get("mlp_bias", False), (False,))]:
-            if got not in known:
-                raise ValueError(f"{key} is {got!r}; llama3.py knows {known}")
-        scaling = tuple(rope[k] for k in ROPE_SCALING) if kind == "llama3" else None
         heads = h["num_attention_heads"]
-        return cls(h["num_hidden_layers"], h["hidden_size"], heads, h.get("num_key_value_heads", heads),
-                   h.get("head_dim") or h["hidden_size"] // heads, h["intermediate_size"], h["vocab_size"],
-                   rope["rope_theta"], h["rms_norm_eps"], scaling, h.get("tie_word_embeddings", False))
+        h = read_hf({"num_key_value_heads": heads, **h}, "llama3.py", rope_type=("default", "llama3"), hidden_act="silu",
+                    attention_bias=False, mlp_bias=False)
+        h["head_dim"] = h.get("head_dim") or h["hidden_size"] // heads
+        scaling = tuple(h[key] for key in ROPE_SCALING) if h["rope_type"] == "llama3" else None
+        return cls(**{field: h[key] for field, key in HF_FIELDS.items()}, rope_scaling=scaling, tied=h["tie_word_embeddings"])
 
     def to_hf(self):
         """config.json, as transformers 4 and 5 both read it."""
         scaling = self.rope_scaling and {"rope_type": "llama3", **dict(zip(ROPE_SCALING, self.rope_scaling))}
         return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-                "num_hidden_layers": self.n_layers, "hidden_size": self.dim, "num_attention_heads": self.n_heads,
-                "num_key_value_heads": self.n_kv_heads, "head_dim": self.head_dim, "intermediate_size": self.ffn,
-                "vocab_size": self.vocab, "rope_theta": self.rope_theta, "rope_scaling": scaling,
-                "rms_norm_eps": self.norm_eps, "tie_word_embeddings": self.tied, "max_position_embeddings": 131072}
-
-
-ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-LLAMA_3_1 = (8.0, 1.0, 4.0, 8192)
+                **{key: getattr(self, field) for field, key in HF_FIELDS.items()}, "rope_scaling": scaling,
+                "tie_word_embeddings": self.tied, "max_position_embeddings": 131072}
 
 
 SIZES = {
@@ -74,6 +82,12 @@ SIZES = {
 }
 
 
+def normalize(x, eps):
+    """x over its last dimension's root mean square (arXiv:1910.07467), in fp32."""
+    h = x.float()
+    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, dim, eps):
         super().__init__()
@@ -81,8 +95,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        h = x.float()
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        h = normalize(x, self.eps)
         return self.weight * h.to(x.dtype)
 
 
@@ -91,8 +104,7 @@ def rope_table(positions, head_dim, theta, scaling=None):
 
     positions: (T,) int. They run on across packed documents: rotary attention only sees differences.
     scaling: Llama 3.1's (factor, low, high, original): a frequency that turns less than `low` times within the
-    original context is slowed by `factor`, one that turns more than `high` times stays, linear in between.
-    """
+    original context is slowed by `factor`, one that turns more than `high` times stays, linear in between."""
     freq = theta ** -(torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     if scaling:
         factor, low, high, original = scaling
@@ -137,10 +149,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, c):
+    """A decoder layer: two residual branches, each normalized before."""
+
+    def __init__(self, c, attention, mlp):
         super().__init__()
-        self.self_attn = Attention(c)
-        self.mlp = MLP(c)
+        self.self_attn, self.mlp = attention, mlp
         self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
         self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
 
@@ -158,6 +171,26 @@ class Layers(nn.ModuleList):
         return x
 
 
+def gpt2_init(name, n_layers):
+    """(mean, std) of a parameter's normal initialization: 0.02, residual outputs shrunk by depth (GPT-2)."""
+    if "norm" in name:
+        return 1.0, 0.0
+    residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
+    return 0.0, 0.02 / math.sqrt(2 * n_layers) if residual else 0.02
+
+
+def next_token_loss(targets, x, weight, psum, multiplier=1.0, softcap=0.0):
+    """This device's share of the mean cross-entropy over the whole batch's valid targets.
+
+    targets: (N,) int, -100: ignored; x: (N, dim); weight: (vocab, dim), the output layer's; multiplier, softcap: of the logits
+    (kernels.linear_cross_entropy). psum sums a tensor over the devices that share the batch.
+    Returns (loss, auxiliary loss), fp32 scalars that add up over devices."""
+    nll = linear_cross_entropy(x, weight, targets, multiplier=multiplier, softcap=softcap)  # (N,) fp32
+    valid = psum((targets >= 0).sum().float()).clamp(min=1)
+    loss = nll.sum() / valid
+    return loss, torch.zeros_like(loss)
+
+
 class Llama3(nn.Module):
     sizes, Config = SIZES, Config
     defaults = {"batch": 8, "lr": 1e-3}  # train.py's
@@ -169,24 +202,19 @@ class Llama3(nn.Module):
         super().__init__()
         c = self.config = config
         self.embed_tokens = nn.Embedding(c.vocab, c.dim)
-        self.layers = Layers(Block(c) for _ in range(c.n_layers))
+        self.layers = Layers(Block(c, Attention(c), MLP(c)) for _ in range(c.n_layers))
         self.norm = RMSNorm(c.dim, c.norm_eps)
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
 
     def init(self, name):
-        """(mean, std) of a parameter's normal initialization: 0.02, residual outputs shrunk by depth (GPT-2)."""
-        if "norm" in name:
-            return 1.0, 0.0
-        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return 0.0, 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
+        return gpt2_init(name, self.config.n_layers)
 
     @property
     def output_weight(self):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, tokens, segment_ids=None, positions=None):
-        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None
-        -> normalized hidden states (B, T, dim)."""
+        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None -> normalized hidden states (B, T, dim)."""
         c = self.config
         positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         cos, sin = rope_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)
@@ -198,17 +226,9 @@ class Llama3(nn.Module):
         return x.float() @ self.output_weight.float().T
 
     def loss(self, batch, psum=lambda x: x):
-        """This device's share of the mean cross-entropy over the whole batch's valid targets.
-
-        batch: tokens, targets (-100: ignored), segment_ids, each (B, T) int. psum sums a tensor over the
-        devices that share the batch. Returns (loss, auxiliary loss), fp32 scalars that add up over devices.
-        """
+        """batch: tokens, targets, segment_ids, each (B, T) int. -> as next_token_loss."""
         x = self(batch["tokens"], batch["segment_ids"])
-        targets = batch["targets"].flatten()
-        nll = linear_cross_entropy(x.flatten(0, 1), self.output_weight, targets)  # (B * T,) fp32
-        valid = psum((targets >= 0).sum().float()).clamp(min=1)
-        loss = nll.sum() / valid
-        return loss, torch.zeros_like(loss)
+        return next_token_loss(batch["targets"].flatten(), x.flatten(0, 1), self.output_weight, psum)
 
     def flops_per_token(self, T):
         """Forward and backward matmul FLOPs a token: 6 a weight, plus causal attention's half square (PaLM, app. B)."""

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
-from kernels import linear_cross_entropy, rotate_half, splash_attention
-
+from kernels import splash_attention
+from llama3 import HF_FIELDS, MLP, Layers, next_token_loss, normalize, read_hf, rope_table, rotate
 
 PERIOD = 4  # every fourth layer, counted back from the last, is global
+FIELDS = {**HF_FIELDS, "window": "sliding_window", "output_multiplier": "output_multiplier", "query_scale": "qk_scale_factor",
+          "softcap": "final_logit_softcapping", "post_norm_eps": "post_norm_eps"}  # Config's, as config.json calls them
 
 
 @dataclass(frozen=True)
@@ -53,35 +54,19 @@ class Config:
     @classmethod
     def from_hf(cls, h):
         """The Config of a config.json. Raises ValueError for what this file does not compute."""
-        h = h.get("text_config", h)
-        rope = h["rope_parameters"]
-        theta = rope["rope_theta"]
-        n, last = h["num_hidden_layers"], h["num_hidden_layers"] - 1
-        is_global = [(last - i) % PERIOD == 0 for i in range(n)]
-        for key, got, known in [
-                ("rope_type", rope.get("rope_type", "default"), "default"),
-                ("hidden_activation", h.get("hidden_activation", "silu"), "silu"),
-                ("attention_bias", h.get("attention_bias", False), False),
-                ("tie_word_embeddings", h.get("tie_word_embeddings", False), False),
-                ("layer_types", h.get("layer_types"), [("sliding_attention", "full_attention")[g] for g in is_global]),
-                ("layer_rope_theta", h.get("layer_rope_theta"), [0 if g else theta for g in is_global])]:
-            if got is not None and got != known:
-                raise ValueError(f"{key} is {got!r}; muse_glimmer.py knows {known!r}")
-        return cls(n, h["hidden_size"], h["num_attention_heads"], h["num_key_value_heads"],
-                   h["head_dim"], h["intermediate_size"], h["vocab_size"], h["sliding_window"],
-                   h["output_multiplier"], h["qk_scale_factor"],
-                   h["final_logit_softcapping"], theta, h["rms_norm_eps"], h["post_norm_eps"])
+        h = {key: value for key, value in h.get("text_config", h).items() if value is not None}
+        n, theta = h["num_hidden_layers"], h["rope_parameters"]["rope_theta"]
+        is_global = [(n - 1 - i) % PERIOD == 0 for i in range(n)]
+        h = read_hf(h, "muse_glimmer.py", rope_type="default", hidden_activation="silu", attention_bias=False,
+                    tie_word_embeddings=False, layer_rope_theta=[0 if g else theta for g in is_global],
+                    layer_types=[("sliding_attention", "full_attention")[g] for g in is_global])
+        return cls(**{field: h[key] for field, key in FIELDS.items()})
 
     def to_hf(self):
         """config.json of transformers' MuseGlimmerForConditionalGeneration, without the vision tower's half."""
-        text = {"model_type": "muse_glimmer_text", "hidden_activation": "silu", "num_hidden_layers": self.n_layers,
-                "hidden_size": self.dim, "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv_heads,
-                "head_dim": self.head_dim, "intermediate_size": self.ffn, "vocab_size": self.vocab,
-                "sliding_window": self.window, "output_multiplier": self.output_multiplier,
-                "qk_scale_factor": self.query_scale,
-                "final_logit_softcapping": self.softcap, "rms_norm_eps": self.norm_eps,
-                "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-                "post_norm_eps": self.post_norm_eps, "tie_word_embeddings": False}
+        text = {key: getattr(self, field) for field, key in FIELDS.items()}
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": text.pop("rope_theta")}
+        text |= {"model_type": "muse_glimmer_text", "hidden_activation": "silu", "tie_word_embeddings": False}
         return {"architectures": ["MuseGlimmerForConditionalGeneration"], "model_type": "muse_glimmer",
                 "text_config": text, "tie_word_embeddings": False}
 
@@ -90,11 +75,6 @@ SIZES = {
     "debug": Config(8, 256, 4, 2, 64, 768, None, 64, output_multiplier=1.0),  # 7.0M parameters; the data's vocabulary
     "30b": Config(52, 6656, 32, 2, 128, 19968, 202048, 2048),
 }
-
-
-def normalize(x, eps):
-    h = x.float()
-    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -106,21 +86,7 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
 
     def forward(self, x):
-        return (normalize(x.float(), self.eps) * (self.weight.float() + self.offset)).to(x.dtype)
-
-
-def rope_table(positions, head_dim, theta):
-    """cos and sin of position × frequency, each (T, head_dim) fp32 (RoFormer, arXiv:2104.09864).
-
-    positions: (T,) int. They run on across packed documents: rotary attention only sees differences."""
-    freq = theta ** -(torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angle = positions.float()[:, None] * freq  # (T, head_dim / 2)
-    angle = torch.cat([angle, angle], dim=-1)  # Hugging Face's halves, not interleaved pairs
-    return angle.cos(), angle.sin()
-
-
-def rotate(x, cos, sin):  # x: (B, H, T, head_dim)
-    return (x * cos + rotate_half(x) * sin).to(x.dtype)
+        return (normalize(x, self.eps) * (self.weight.float() + self.offset)).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -139,23 +105,12 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         q, k, v = (proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, heads, T, head_dim)
                    for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = normalize(q, self.eps), normalize(k, self.eps)
+        q, k = normalize(q, self.eps).to(x.dtype), normalize(k, self.eps).to(x.dtype)
         if self.local:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = splash_attention(q, k, v, segment_ids, window=self.window, scale=self.scale)
         y = y.transpose(1, 2).reshape(B, T, -1)
         return self.o_proj(y * torch.sigmoid(self.gate_proj(x)))
-
-
-class MLP(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.gate_proj = nn.Linear(c.dim, c.ffn, bias=False)
-        self.up_proj = nn.Linear(c.dim, c.ffn, bias=False)
-        self.down_proj = nn.Linear(c.ffn, c.dim, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -174,16 +129,6 @@ class Block(nn.Module):
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
-class Layers(nn.ModuleList):
-    """Layers in order: of a group its blocks, of the model its groups. `--scan` puts one loop in the place of the
-    latter (graph_trainer.ScanLayers)."""
-
-    def forward(self, x, *consts):
-        for layer in self:
-            x = layer(x, *consts)
-        return x
-
-
 class MuseGlimmer(nn.Module):
     sizes, Config = SIZES, Config
     defaults = {"batch": 8, "lr": 1e-3}  # train.py's
@@ -195,7 +140,7 @@ class MuseGlimmer(nn.Module):
         super().__init__()
         c = self.config = config
         self.embed_tokens = nn.Embedding(c.vocab, c.dim)
-        # A group's last layer is global.
+        # Groups, over which `--scan` loops. A group's last layer is global.
         self.layers = Layers(Layers(Block(c, local=i < c.period - 1) for i in range(c.period))
                              for _ in range(c.n_layers // c.period))
         self.norm = RMSNorm(c.dim, c.norm_eps, offset=0.0)
@@ -208,13 +153,13 @@ class MuseGlimmer(nn.Module):
         return 0.0, 0.02
 
     def forward(self, tokens, segment_ids=None, positions=None):
-        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None
-        -> normalized hidden states (B, T, dim)."""
+        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None -> normalized hidden states (B, T, dim)."""
         c = self.config
         positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         cos, sin = rope_table(positions, c.head_dim, c.rope_theta)
-        x = self.layers(normalize(self.embed_tokens(tokens), c.norm_eps), cos, sin, segment_ids)
-        return self.norm(x)
+        x = self.embed_tokens(tokens)
+        x = normalize(x, c.norm_eps).to(x.dtype)
+        return self.norm(self.layers(x, cos, sin, segment_ids))
 
     def logits(self, x):
         """Hidden states (..., dim) -> logits (..., vocab) fp32, for sampling; the loss never makes them."""
@@ -223,18 +168,10 @@ class MuseGlimmer(nn.Module):
         return c.softcap * torch.tanh(z / c.softcap)
 
     def loss(self, batch, psum=lambda x: x):
-        """This device's share of the mean cross-entropy over the whole batch's valid targets.
-
-        batch: tokens, targets (-100: ignored), segment_ids, each (B, T) int. psum sums a tensor over the
-        devices that share the batch. Returns (loss, auxiliary loss), fp32 scalars that add up over devices."""
-        c = self.config
+        """batch: tokens, targets, segment_ids, each (B, T) int. -> as next_token_loss."""
         x = self(batch["tokens"], batch["segment_ids"])
-        targets = batch["targets"].flatten()
-        nll = linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets,  # (B * T,) fp32
-                                   multiplier=c.output_multiplier, softcap=c.softcap)
-        valid = psum((targets >= 0).sum().float()).clamp(min=1)
-        loss = nll.sum() / valid
-        return loss, torch.zeros_like(loss)
+        return next_token_loss(batch["targets"].flatten(), x.flatten(0, 1), self.lm_head.weight, psum,
+                               self.config.output_multiplier, self.config.softcap)
 
     def flops_per_token(self, T):
         """Forward and backward matmul FLOPs a token: 6 per weight, plus attention: the causal half square in global

@@ -9,14 +9,13 @@ Notable features:
 - attention and the loss are single custom ops (kernels.py): Pallas on TPU, plain math elsewhere
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
-from kernels import linear_cross_entropy, rotate_half, splash_attention
+from kernels import splash_attention
+from llama3 import HF_FIELDS, MLP, Block, Layers, RMSNorm, gpt2_init, next_token_loss, read_hf, rope_table, rotate
 
 
 @dataclass(frozen=True)
@@ -35,24 +34,14 @@ class Config:
     @classmethod
     def from_hf(cls, h):
         """The Config of a config.json. Raises ValueError for what this file does not compute."""
-        # transformers 5 writes rope_parameters, older versions rope_theta and rope_scaling
-        rope = h.get("rope_parameters") or {"rope_theta": h.get("rope_theta", 1e4), **(h.get("rope_scaling") or {})}
-        for key, got, known in [("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
-                                ("hidden_act", h.get("hidden_act", "silu"), "silu"),
-                                ("attention_bias", h.get("attention_bias", False), False),
-                                ("use_sliding_window", h.get("use_sliding_window", False), False)]:
-            if got != known:
-                raise ValueError(f"{key} is {got!r}; qwen3.py knows {known!r}")
-        return cls(h["num_hidden_layers"], h["hidden_size"], h["num_attention_heads"], h["num_key_value_heads"],
-                   h.get("head_dim", 128), h["intermediate_size"], h["vocab_size"],
-                   h.get("tie_word_embeddings", False), rope["rope_theta"], h["rms_norm_eps"])
+        h = read_hf({"head_dim": 128, **h}, "qwen3.py", rope_type="default", hidden_act="silu", attention_bias=False,
+                    use_sliding_window=False)
+        return cls(**{field: h[key] for field, key in HF_FIELDS.items()}, tied=h["tie_word_embeddings"])
 
     def to_hf(self):
         """config.json, as transformers 4 and 5 both read it."""
         return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
-                "num_hidden_layers": self.n_layers, "hidden_size": self.dim, "num_attention_heads": self.n_heads,
-                "num_key_value_heads": self.n_kv_heads, "head_dim": self.head_dim, "intermediate_size": self.ffn,
-                "vocab_size": self.vocab, "rope_theta": self.rope_theta, "rms_norm_eps": self.norm_eps,
+                **{key: getattr(self, field) for field, key in HF_FIELDS.items()},
                 "tie_word_embeddings": self.tied, "max_position_embeddings": 40960}
 
 
@@ -65,33 +54,6 @@ SIZES = {
     "14b": Config(40, 5120, 40, 8, 128, 17408, 151936),
     "32b": Config(64, 5120, 64, 8, 128, 25600, 151936),
 }
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, dim, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
-
-    def forward(self, x):
-        h = x.float()
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * h.to(x.dtype)
-
-
-def rope_table(positions, head_dim, theta):
-    """cos and sin of position × frequency, each (T, head_dim) fp32 (RoFormer, arXiv:2104.09864).
-
-    positions: (T,) int. They run on across packed documents: rotary attention only sees differences.
-    """
-    freq = theta ** -(torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angle = positions.float()[:, None] * freq  # (T, head_dim / 2)
-    angle = torch.cat([angle, angle], dim=-1)  # Hugging Face's halves, not interleaved pairs
-    return angle.cos(), angle.sin()
-
-
-def rotate(x, cos, sin):  # x: (B, H, T, head_dim)
-    return (x * cos + rotate_half(x) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -114,39 +76,6 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
-class MLP(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.gate_proj = nn.Linear(c.dim, c.ffn, bias=False)
-        self.up_proj = nn.Linear(c.dim, c.ffn, bias=False)
-        self.down_proj = nn.Linear(c.ffn, c.dim, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.self_attn = Attention(c)
-        self.mlp = MLP(c)
-        self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
-        self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
-
-    def forward(self, x, cos, sin, segment_ids):
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, segment_ids)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Layers(nn.ModuleList):
-    """The decoder layers in order. `--scan` puts one loop in this place (graph_trainer.ScanLayers)."""
-
-    def forward(self, x, *consts):
-        for layer in self:
-            x = layer(x, *consts)
-        return x
-
-
 class Qwen3(nn.Module):
     sizes, Config = SIZES, Config
     defaults = {"batch": 8, "lr": 1e-3}  # train.py's
@@ -158,24 +87,19 @@ class Qwen3(nn.Module):
         super().__init__()
         c = self.config = config
         self.embed_tokens = nn.Embedding(c.vocab, c.dim)
-        self.layers = Layers(Block(c) for _ in range(c.n_layers))
+        self.layers = Layers(Block(c, Attention(c), MLP(c)) for _ in range(c.n_layers))
         self.norm = RMSNorm(c.dim, c.norm_eps)
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
 
     def init(self, name):
-        """(mean, std) of a parameter's normal initialization: 0.02, residual outputs shrunk by depth (GPT-2)."""
-        if "norm" in name:
-            return 1.0, 0.0
-        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return 0.0, 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
+        return gpt2_init(name, self.config.n_layers)
 
     @property
     def output_weight(self):
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, tokens, segment_ids=None, positions=None):
-        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None
-        -> normalized hidden states (B, T, dim)."""
+        """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None -> normalized hidden states (B, T, dim)."""
         c = self.config
         positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         cos, sin = rope_table(positions, c.head_dim, c.rope_theta)
@@ -187,17 +111,9 @@ class Qwen3(nn.Module):
         return x.float() @ self.output_weight.float().T
 
     def loss(self, batch, psum=lambda x: x):
-        """This device's share of the mean cross-entropy over the whole batch's valid targets.
-
-        batch: tokens, targets (-100: ignored), segment_ids, each (B, T) int. psum sums a tensor over the
-        devices that share the batch. Returns (loss, auxiliary loss), fp32 scalars that add up over devices.
-        """
+        """batch: tokens, targets, segment_ids, each (B, T) int. -> as next_token_loss."""
         x = self(batch["tokens"], batch["segment_ids"])
-        targets = batch["targets"].flatten()
-        nll = linear_cross_entropy(x.flatten(0, 1), self.output_weight, targets)  # (B * T,) fp32
-        valid = psum((targets >= 0).sum().float()).clamp(min=1)
-        loss = nll.sum() / valid
-        return loss, torch.zeros_like(loss)
+        return next_token_loss(batch["targets"].flatten(), x.flatten(0, 1), self.output_weight, psum)
 
     def flops_per_token(self, T):
         """Forward and backward matmul FLOPs a token: 6 a weight, plus causal attention's half square (PaLM, app. B)."""

@@ -6,18 +6,22 @@ Notable features:
 - 128 experts, 8 a token: no loop over experts, no capacity, no dropped token, static shapes. Tokens are
   sorted by expert, and one grouped matmul does all experts at once (kernels.py)
 - router in fp32, top-k probabilities normalized, load-balancing loss over the whole batch of all devices
-- attention normalizes q and k per head (QK-norm), no bias
+- attention is Qwen3's (qwen3.py): q and k normalized per head (QK-norm), no bias
 - parameter names are Hugging Face's own, with each layer's experts stacked in one tensor
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import grouped_matmul, linear_cross_entropy, paired_grouped_matmul, rotate_half, splash_attention
+from kernels import grouped_matmul, linear_cross_entropy, paired_grouped_matmul
+from llama3 import HF_FIELDS, RMSNorm, gpt2_init, read_hf, rope_table
+from qwen3 import Attention
+
+FIELDS = {**HF_FIELDS, "ffn": "moe_intermediate_size", "n_experts": "num_experts", "top_k": "num_experts_per_tok",
+          "aux_coef": "router_aux_loss_coef"}  # Config's, as config.json calls them
 
 
 @dataclass(frozen=True)
@@ -38,32 +42,20 @@ class Config:
     @classmethod
     def from_hf(cls, h):
         """The Config of a config.json. Raises ValueError for what this file does not compute."""
-        # transformers 5 writes rope_parameters and num_local_experts, 4 rope_theta, rope_scaling and num_experts
-        rope = h.get("rope_parameters") or {"rope_theta": h.get("rope_theta", 1e4), **(h.get("rope_scaling") or {})}
-        for key, got, known in [("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
-                                ("hidden_act", h.get("hidden_act", "silu"), "silu"),
-                                ("attention_bias", h.get("attention_bias", False), False),
-                                ("use_sliding_window", h.get("use_sliding_window", False), False),
-                                ("tie_word_embeddings", h.get("tie_word_embeddings", False), False),
-                                ("norm_topk_prob", h.get("norm_topk_prob", False), True),
-                                ("decoder_sparse_step", h.get("decoder_sparse_step", 1), 1),
-                                ("mlp_only_layers", h.get("mlp_only_layers") or [], [])]:
-            if got != known:
-                raise ValueError(f"{key} is {got!r}; qwen3_moe.py knows {known!r}")
-        return cls(h["num_hidden_layers"], h["hidden_size"], h["num_attention_heads"], h["num_key_value_heads"],
-                   h.get("head_dim") or h["hidden_size"] // h["num_attention_heads"], h["moe_intermediate_size"],
-                   h.get("num_local_experts") or h["num_experts"], h["num_experts_per_tok"], h["vocab_size"],
-                   rope["rope_theta"], h["rms_norm_eps"], h.get("router_aux_loss_coef", 1e-3))
+        h = {"norm_topk_prob": False, "router_aux_loss_coef": 1e-3, **h, "mlp_only_layers": h.get("mlp_only_layers") or []}
+        h = read_hf(h, "qwen3_moe.py", rope_type="default", hidden_act="silu", attention_bias=False,
+                    use_sliding_window=False, tie_word_embeddings=False, norm_topk_prob=True,
+                    decoder_sparse_step=1, mlp_only_layers=[])
+        h["head_dim"] = h.get("head_dim") or h["hidden_size"] // h["num_attention_heads"]
+        h["num_experts"] = h.get("num_local_experts") or h["num_experts"]  # transformers 5's name and 4's
+        return cls(**{field: h[key] for field, key in FIELDS.items()})
 
     def to_hf(self):
         """config.json, as transformers 4 and 5 both read it."""
         return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu",
-                "num_hidden_layers": self.n_layers, "hidden_size": self.dim, "num_attention_heads": self.n_heads,
-                "num_key_value_heads": self.n_kv_heads, "head_dim": self.head_dim, "moe_intermediate_size": self.ffn,
-                "intermediate_size": self.ffn, "num_experts": self.n_experts, "num_experts_per_tok": self.top_k,
-                "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": self.vocab,
-                "rope_theta": self.rope_theta, "rms_norm_eps": self.norm_eps, "tie_word_embeddings": False,
-                "router_aux_loss_coef": self.aux_coef, "max_position_embeddings": 40960}
+                **{key: getattr(self, field) for field, key in FIELDS.items()}, "intermediate_size": self.ffn,
+                "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+                "max_position_embeddings": 40960}
 
 
 SIZES = {
@@ -71,52 +63,6 @@ SIZES = {
     "30b-a3b": Config(48, 2048, 32, 4, 128, 768, 128, 8, 151936),
     "235b-a22b": Config(94, 4096, 64, 4, 128, 1536, 128, 8, 151936),
 }
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, dim, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
-
-    def forward(self, x):
-        h = x.float()
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * h.to(x.dtype)
-
-
-def rope_table(positions, head_dim, theta):
-    """cos and sin of position × frequency, each (T, head_dim) fp32 (RoFormer, arXiv:2104.09864).
-
-    positions: (T,) int. They run on across packed documents: rotary attention only sees differences."""
-    freq = theta ** -(torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angle = positions.float()[:, None] * freq  # (T, head_dim / 2)
-    angle = torch.cat([angle, angle], dim=-1)  # Hugging Face's halves, not interleaved pairs
-    return angle.cos(), angle.sin()
-
-
-def rotate(x, cos, sin):  # x: (B, H, T, head_dim)
-    return (x * cos + rotate_half(x) * sin).to(x.dtype)
-
-
-class Attention(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.head_dim = c.head_dim
-        self.q_proj = nn.Linear(c.dim, c.n_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=False)
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
-        self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
-
-    def forward(self, x, cos, sin, segment_ids):
-        B, T, _ = x.shape
-        q, k, v = (proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, heads, T, head_dim)
-                   for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        y = splash_attention(q, k, v, segment_ids)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class Experts(nn.Module):
@@ -205,11 +151,7 @@ class Qwen3MoE(nn.Module):
         self.lm_head = nn.Linear(c.dim, c.vocab, bias=False)
 
     def init(self, name):
-        """(mean, std) of a parameter's normal initialization: 0.02, residual outputs shrunk by depth (GPT-2)."""
-        if "norm" in name:
-            return 1.0, 0.0
-        residual = name.endswith(("o_proj.weight", "down_proj"))
-        return 0.0, 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
+        return gpt2_init(name, self.config.n_layers)
 
     def forward(self, tokens, segment_ids=None, positions=None, valid=None):
         """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None; valid: (B, T) bool, which tokens

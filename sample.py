@@ -45,7 +45,7 @@ def load_model(folder, model_class, config, dtype):
     mesh = lowering.make_mesh(devices=jax.devices()[:1])
     with torch.device("meta"):
         model = model_class(config)
-    simple_fsdp.cast(model, param_dtype=getattr(torch, dtype), keep_fp32=model.keep_fp32)
+    simple_fsdp.fully_shard(model, None, param_dtype=getattr(torch, dtype), keep_fp32=model.keep_fp32)
     return model, checkpoint.load_hf(folder, model, mesh, jnp.dtype(dtype)), mesh
 
 

@@ -30,52 +30,32 @@ def shard_dim(shape, n):
     return next((d for multiple in (8 * n, n) for d, size in enumerate(shape) if size % multiple == 0), None)
 
 
-def fully_shard(module, mesh, **precision):
-    """Shards every parameter over a 1-D mesh. precision: see parametrize."""
-    parametrize(module, mesh, lambda shape: [_shard(shape, mesh.size())], **precision)
-
-
-def hybrid_shard(module, mesh, **precision):
-    """2-D mesh (replicas, shards): replicates over the first dimension (slices), shards over the second."""
-    parametrize(module, mesh, lambda shape: [Replicate(), _shard(shape, mesh.size(1))], **precision)
-
-
-def cast(module, **precision):
-    """One device: no collectives, a read only casts."""
-    parametrize(module, None, None, **precision)
-
-
-def _shard(shape, n):
-    dim = shard_dim(shape, n)
-    return Replicate() if dim is None else Shard(dim)
-
-
-def parametrize(module, mesh, placements_of, *, param_dtype=None, reduce_dtype=torch.float32,
-                reduce_op="avg", keep_fp32=()):
+def fully_shard(module, mesh, *, param_dtype=None, reduce_dtype=torch.float32, reduce_op="avg", keep_fp32=()):
     """Makes each parameter of `module` a DTensor and each read of it a gathered, cast, plain tensor.
 
-    mesh: a DeviceMesh; None on a single device. placements_of: shape -> Shard or Replicate per mesh dimension.
-    param_dtype: dtype that is gathered and computed in (None: the parameter's own); reduce_dtype: dtype of
-    the gradient's reduction; reduce_op: "avg" for a loss that is a mean on each device, "sum" for one
-    that is already divided by the whole batch. keep_fp32: name endings that are read uncast.
-    """
+    mesh: a DeviceMesh; one of two dimensions (replicas, shards) is hybrid sharding, which replicates over the first (slices)
+    and shards over the second; None: a single device, where a read only casts. param_dtype: dtype that is gathered and
+    computed in (None: the parameter's own); reduce_dtype: dtype of the gradient's reduction; reduce_op: "avg" for a loss that
+    is a mean on each device, "sum" for one that is already divided by the whole batch. keep_fp32: endings of names of
+    parameters that are read uncast."""
     classes = {}  # modules that read alike share one: torch.compile then takes all layers for the same code
     for prefix, sub in module.named_modules():
-        if not sub._parameters:
-            continue
         read, key = {}, [type(sub)]
-        for name, p in sub._parameters.items():
-            if p is None:
-                continue
-            full_name = f"{prefix}.{name}" if prefix else name
-            dtype = p.dtype if full_name.endswith(tuple(keep_fp32)) else param_dtype or p.dtype
-            placements = None
+        for name, p in sub.named_parameters(recurse=False):
+            dtype = p.dtype if f"{prefix}.{name}".endswith(tuple(keep_fp32)) else param_dtype or p.dtype
+            place = None
             if mesh is not None:
-                placements = placements_of(p.shape)
-                sub._parameters[name] = nn.Parameter(distribute_tensor(p.data, mesh, placements), p.requires_grad)
-            read[name] = Read(name, p.ndim, mesh, placements, dtype, reduce_dtype, reduce_op)
-            key.append((name, p.ndim, str(placements), dtype))
-        sub.__class__ = classes.setdefault(tuple(key), type(type(sub).__name__, (type(sub),), read))
+                dim = shard_dim(p.shape, mesh.shape[-1])
+                place = Replicate() if dim is None else Shard(dim)
+                whole = distribute_tensor(p.data, mesh, [Replicate()] * (mesh.ndim - 1) + [place])
+                sub._parameters[name] = nn.Parameter(whole, p.requires_grad)
+            read[name] = Read(name, p.ndim, mesh, place, dtype, reduce_dtype, reduce_op)
+            key.append((name, p.ndim, str(place), dtype))
+        if read:
+            sub.__class__ = classes.setdefault(tuple(key), type(type(sub).__name__, (type(sub),), read))
+
+
+hybrid_shard = fully_shard  # where the mesh has two dimensions
 
 
 class Read:
@@ -83,11 +63,12 @@ class Read:
 
     whole = False  # parameters are already whole, see gathered()
 
-    def __init__(self, name, ndim, mesh, placements, dtype, reduce_dtype, reduce_op):
-        self.name, self.ndim, self.mesh, self.dtype, self.reduce_dtype, self.op = name, ndim, mesh, dtype, reduce_dtype, reduce_op
+    def __init__(self, name, ndim, mesh, placement, dtype, reduce_dtype, reduce_op):
+        self.name, self.ndim, self.mesh, self.placement = name, ndim, mesh, placement
+        self.dtype, self.reduce_dtype, self.op = dtype, reduce_dtype, reduce_op
         if mesh is not None:
-            self.replicas = mesh[mesh.mesh_dim_names[0]] if mesh.ndim == 2 else None
-            self.shards, self.placement = mesh[mesh.mesh_dim_names[-1]], placements[-1]
+            self.replicas = mesh.get_group(0) if mesh.ndim == 2 else None
+            self.shards = mesh[mesh.mesh_dim_names[-1]]
 
     def __get__(self, module, owner=None):
         if module is None:
@@ -101,7 +82,7 @@ class Read:
             return p.to(self.dtype)
         p = p.to_local() if isinstance(p, DTensor) else p  # under capture the state is plain shards already
         if self.replicas:
-            p = SumGradient.apply(p, self.replicas.get_group(), self.op)
+            p = SumGradient.apply(p, self.replicas, self.op)
         p, dim, place = self.first(p)
         p = DTensor.from_local(p, self.shards, place, run_check=False)
         p = p.redistribute(placements=[Replicate()], forward_dtype=self.dtype, backward_dtype=self.reduce_dtype)
@@ -114,7 +95,7 @@ class Read:
         grad, dim, place = self.first(grad.to(self.reduce_dtype))
         grad = DTensor.from_local(grad, self.shards, [Partial(self.op)], run_check=False)
         grad = grad.redistribute(placements=place).to_local().movedim(0, dim)
-        return funcol.all_reduce(grad, self.op, self.replicas.get_group()) if self.replicas else grad
+        return funcol.all_reduce(grad, self.op, self.replicas) if self.replicas else grad
 
     def first(self, p):
         """-> p with its sharded dimension in the first place, that dimension, placements of the result. DTensor would gather
@@ -170,6 +151,5 @@ def capture_mesh(shards, replicas=1):
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards * replicas)
-    if replicas == 1:
-        return init_device_mesh("cpu", (shards,), mesh_dim_names=("fsdp",))
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicas", "fsdp"))
+    sizes = {"fsdp": shards} if replicas == 1 else {"replicas": replicas, "fsdp": shards}
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -262,13 +262,8 @@ def build_model(args, config, device_mesh):
     """-> the model on the meta device: nothing allocated, sharded over a torch DeviceMesh (None: one device)."""
     with torch.device("meta"):
         model = MODELS[args.model](config)
-    precision = dict(param_dtype=getattr(torch, args.dtype), keep_fp32=model.keep_fp32, reduce_op="sum")
-    if device_mesh is None:
-        simple_fsdp.cast(model, **precision)
-    elif device_mesh.ndim == 1:
-        simple_fsdp.fully_shard(model, device_mesh, **precision)
-    else:
-        simple_fsdp.hybrid_shard(model, device_mesh, **precision)
+    simple_fsdp.fully_shard(model, device_mesh, param_dtype=getattr(torch, args.dtype), reduce_op="sum",
+                            keep_fp32=model.keep_fp32)
     remat = args.remat or "full"
     for name, module in list(model.named_children()):  # FLUX has two stacks
         if type(module).__name__ != "Layers":
