@@ -291,6 +291,8 @@ def main(argv):
         raise UsageError(f"--topology {args.topology}: chips are {', '.join(CORES)}, e.g. tpu7x:2x2x1")
     if args.size not in MODELS[args.model].sizes:
         raise UsageError(f"--size {args.size} is not a size of {args.model}: {', '.join(MODELS[args.model].sizes)}")
+    if args.command == "tune" and getattr(MODELS[args.model].sizes[args.size], "vocab", 0) is None:
+        raise UsageError(f"--size {args.size} has the data's vocabulary, not one of its own: name a full size")
     if args.json and not os.path.isdir(os.path.dirname(args.json) or "."):
         raise UsageError(f"--json {args.json}: its folder does not exist")
     FOLDER = tempfile.TemporaryDirectory()

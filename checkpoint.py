@@ -191,7 +191,7 @@ def save_hf(folder, model, params, dtype="F32", eos=None, tokenizer=None, shard_
     weight_map, total = {}, 0
     for number, entries in enumerate(files, 1):
         file = f"{stem}-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else f"{stem}.safetensors"
-        tensors = gather(entries, params, dtype)
+        tensors = dict(gather(entries, params, dtype, writes))
         if writes:
             save_file(tensors, os.path.join(unfinished, file), {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
@@ -226,15 +226,16 @@ def to_host(x):
     return multihost_utils.process_allgather(x, tiled=True)
 
 
-def gather(entries, params, dtype):
-    """-> {tensor's name: numpy array} of a file's (tensor, parameter, (layer, run), rows of a run, transposed)."""
-    tensors, held = {}, None
+def gather(entries, params, dtype, writes):
+    """Gives (name, numpy array) of a file's (tensor, parameter, (layer, run), rows of a run, transposed), where this process
+    writes it; the others only help to gather."""
+    held = None
     for tensor, name, (layer, run), rows, transposed in entries:
         if held != (name, layer):  # a layer's experts come together
             held, whole = (name, layer), to_host(part(params[name], layer) if ".stack." in name else params[name])
-        x = whole[run * rows:(run + 1) * rows].astype(dtype, copy=False)
-        tensors[tensor] = np.ascontiguousarray(x.T if transposed else x)
-    return tensors
+        if writes:
+            x = whole[run * rows:(run + 1) * rows].astype(dtype, copy=False)
+            yield tensor, np.ascontiguousarray(x.T if transposed else x)
 
 
 class Checkpoints:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 OP_LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(?=,|$)(.*)")
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?")
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+               "collective-broadcast")
 COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice", "async")
 FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id", "replica-id", "iota",
         "recv", "send-done", "opt-barrier", "domain")

@@ -130,7 +130,8 @@ def fit_blocks(cls, given, op, chip, *tensors):
 
     cls has allowed(unit, *tensors) -> the sizes that each field may have, largest first, and vmem(*tensors) -> {kernel: (bytes,
     the fields that may shrink)}."""
-    entry, unit = tuned(op, chip, [x.shape for x in tensors]), 1 if chip == "interpret" else 128  # TPUs: multiples of 128 lanes
+    unit = 1 if chip == "interpret" else 128  # TPUs: multiples of 128 lanes
+    entry = tuned(op, chip, [x.shape for x in tensors])
     blocks = given or cls(*(entry["blocks"] if entry else ()))
 
     def sizes(field):  # that it may have, largest first; parts of a block depend on the block

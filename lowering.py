@@ -383,8 +383,9 @@ def collectives(axis_of_group):
 
 
 def host_memory():
-    """Lowerings of what moves between a TPU's HBM and its host's memory. Each transfer has a buffer in HBM of its own: one that
-    shares the loop's carried x must end before x is overwritten, or begin after its last use, and nothing hides it."""
+    """Lowerings of what moves between a TPU's HBM and its host's memory. What goes to the host, and what a loop fetches, has a
+    buffer in HBM of its own: one that shares the loop's carried x must be gone before x is overwritten, or come after its last
+    use, and nothing hides it. How far start and done then lie apart is the scheduler's choice (recipes.IRONWOOD)."""
     def own(x):  # a copy that the compiler cannot see through: nothing merges it with x until all is scheduled
         return lax.optimization_barrier(x * lax.optimization_barrier(jnp.ones((), x.dtype)))
 
@@ -531,7 +532,8 @@ class Program:
         self.stages, self.pieces, held = [], {}, set(inputs)  # equal stages share one Piece
         for i, stage in enumerate(stages):
             specs = [[spec_of.get(node, P(mesh.axis_names)) for node in nodes] for nodes in (stage.inputs, stage.outputs)]
-            options = {"donated": [k for k, node in enumerate(stage.inputs) if node in state and last[node] == i and node.meta["val"].ndim],
+            options = {"donated": [k for k, node in enumerate(stage.inputs)
+                                   if node in state and last[node] == i and node.meta["val"].ndim],
                        "wide_in": {k for k, node in enumerate(stage.inputs) if node not in spec_of},
                        "wide_out": {k for k, node in enumerate(stage.outputs) if node not in spec_of},
                        "hosted": {k for k, node in enumerate(stage.outputs) if is_hosted(node)}}

@@ -1,4 +1,4 @@
-"""Muse Glimmer (its text model) in one file: sizes, module, initialization, loss, FLOPs, Hugging Face names.
+"""Muse Glimmer (its text model): sizes, module, FLOPs, Hugging Face names; what Llama 3 has, too, comes from llama3.py.
 
     python train.py --model muse_glimmer --scan
 

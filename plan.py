@@ -198,8 +198,8 @@ def report(args):
     model_flops = model.flops_per_token(args.seq) * tokens
 
     memory = [part.executable.memory_analysis() for _, part, _ in parts]
-    peak, resident, largest = max(((hbm_peak(m) + part.resident_bytes, part.resident_bytes, m) for (_, part, _), m in zip(parts, memory)),
-                                  key=lambda at: at[0])
+    peak, resident, largest = max(((hbm_peak(m) + part.resident_bytes, part.resident_bytes, m)
+                                   for (_, part, _), m in zip(parts, memory)), key=lambda at: at[0])
     state = largest.argument_size_in_bytes + resident
     host = graph_trainer.host_bytes(step.graph.gm)
     saved = sum(saved_bytes(part.gm) for _, part, _ in parts) - host * args.scan
@@ -229,8 +229,8 @@ def report(args):
 
 
 def hbm_peak(memory):
-    """A program's peak in HBM as the compiler gives it. With --offload that figure can be the arguments' and the host's buffers';
-    then at most: what it lays out for arguments, temporaries and results."""
+    """A program's peak in HBM. The compiler's own figure counts the host's buffers where they are larger than all else
+    (--offload); arguments, temporaries and results together bound it from above."""
     return min(memory.peak_memory_in_bytes, memory.argument_size_in_bytes + memory.temp_size_in_bytes
                + memory.output_size_in_bytes - memory.alias_size_in_bytes)
 
@@ -375,7 +375,8 @@ def parse(argv):
         if args.topology and getattr(args, flag) not in (None, 1):
             raise UsageError(f"--{flag.replace('_', '-')} trains, and --topology {args.topology} only compiles: leave one out")
     if args.per_device_batch % args.grad_accum:
-        raise UsageError(f"--grad-accum {args.grad_accum} does not divide a device's {args.per_device_batch} rows (--per-device-batch)")
+        raise UsageError(f"--grad-accum {args.grad_accum} does not divide a device's {args.per_device_batch} rows "
+                         "(--per-device-batch)")
     if not args.topology and command != "flags":
         raise UsageError(f"--topology NAME or --recipe NAME is needed. Topologies: {KNOWN}; recipes: "
                          f"{', '.join(recipes.RECIPES)}")

@@ -1,4 +1,4 @@
-"""Qwen3 (dense) in one file: sizes, module, initialization, loss, FLOPs, Hugging Face names.
+"""Qwen3 (dense): sizes, attention, module, Hugging Face names. What Llama 3 has just the same comes from llama3.py.
 
     python train.py --model qwen3 --size debug
 

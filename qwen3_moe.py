@@ -1,4 +1,4 @@
-"""Qwen3 mixture-of-experts in one file: sizes, module, initialization, loss, FLOPs, Hugging Face names.
+"""Qwen3 mixture-of-experts: sizes, router, experts, losses, FLOPs, Hugging Face names.
 
     python train.py --model qwen3_moe --scan
 

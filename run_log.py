@@ -125,11 +125,11 @@ class RunLog:
 
 def plot(argv):
     """The command `plot`: FILE.jsonl -> FILE.png."""
-    from matplotlib.figure import Figure  # takes a second
-
     p = argparse.ArgumentParser(prog="train.py plot", description="Draws loss and throughput of --metrics FILE to FILE.png.")
     p.add_argument("file")
     path = p.parse_args(argv).file
+    from matplotlib.figure import Figure  # takes a second
+
     try:
         with open(path) as f:
             records = [json.loads(line) for line in f]

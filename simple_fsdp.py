@@ -38,10 +38,12 @@ def fully_shard(module, mesh, *, param_dtype=None, reduce_dtype=torch.float32, r
     computed in (None: the parameter's own); reduce_dtype: dtype of the gradient's reduction; reduce_op: "avg" for a loss that
     is a mean on each device, "sum" for one that is already divided by the whole batch. keep_fp32: endings of names of
     parameters that are read uncast."""
+    if mesh is not None and mesh.ndim > 2:
+        raise ValueError(f"fully_shard: the mesh has {mesh.ndim} dimensions: want (shards) or (replicas, shards)")
     classes = {}  # modules that read alike share one: torch.compile then takes all layers for the same code
     for prefix, sub in module.named_modules():
         read, key = {}, [type(sub)]
-        for name, p in sub.named_parameters(recurse=False):
+        for name, p in [(name, p) for name, p in sub._parameters.items() if p is not None]:
             dtype = p.dtype if f"{prefix}.{name}".endswith(tuple(keep_fp32)) else param_dtype or p.dtype
             place = None
             if mesh is not None:
@@ -55,7 +57,7 @@ def fully_shard(module, mesh, *, param_dtype=None, reduce_dtype=torch.float32, r
             sub.__class__ = classes.setdefault(tuple(key), type(type(sub).__name__, (type(sub),), read))
 
 
-hybrid_shard = fully_shard  # where the mesh has two dimensions
+hybrid_shard = fully_shard  # its name elsewhere, for a mesh of two dimensions
 
 
 class Read:

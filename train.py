@@ -223,17 +223,17 @@ def choose_devices(args):
                                  f"--num-processes N --process-id I (of a single host, localhost:1234 1 0). It says: {e}") from e
     devices = jax.devices()
     shards = max(len(devices) // args.replicas, 1) if args.fsdp == 0 else args.fsdp or 1
-    n, split = shards * args.replicas, f"--fsdp {shards} x --replicas {args.replicas}"
+    n, given = shards * args.replicas, f"--fsdp {shards} x --replicas {args.replicas}"
     if n > len(devices):
-        raise UsageError(f"{split} is {n} devices and there are {len(devices)} (--devices {n} gives virtual ones on the CPU)")
+        raise UsageError(f"{given} is {n} devices and there are {len(devices)} (--devices {n} gives virtual ones on the CPU)")
     args.batch = args.per_device_batch * n if args.per_device_batch else args.batch
     if args.batch % n:
-        raise UsageError(f"--batch {args.batch} does not divide over {n} devices ({split}): make it a multiple of {n}")
+        raise UsageError(f"--batch {args.batch} does not divide over {n} devices ({given}): make it a multiple of {n}")
     if args.batch // n % args.grad_accum:
         raise UsageError(f"--grad-accum {args.grad_accum} does not divide a device's {args.batch // n} rows (--batch "
                          f"{args.batch} over {n} devices)")
     if n < len(devices) and jax.process_count() > 1:
-        raise UsageError(f"{split} must use all {len(devices)} devices of the {jax.process_count()} processes")
+        raise UsageError(f"{given} must use all {len(devices)} devices of the {jax.process_count()} processes")
     say(f"device: {devices[0].device_kind} ({devices[0].platform}), using {n} of {len(devices)}")
     device_mesh = simple_fsdp.capture_mesh(shards, args.replicas) if n > 1 else None
     return lowering.make_mesh(args.replicas, shards, devices[:n]), device_mesh
@@ -366,8 +366,9 @@ def phase(name):
 
 def train(args):
     log = run_log.RunLog()
-    if (file := args.metrics) and (os.path.exists(file) and not args.resume or not os.path.isdir(os.path.dirname(file) or ".")):
-        raise UsageError(f"--metrics {file} exists or its folder does not: name a new file, or --resume")
+    if args.metrics and (os.path.exists(args.metrics) and not args.resume
+                         or not os.path.isdir(os.path.dirname(args.metrics) or ".")):
+        raise UsageError(f"--metrics {args.metrics} exists or its folder does not: name a new file, or --resume")
     mesh, device_mesh = choose_devices(args)
     device = mesh.devices.flat[0]
     chip, peak = CHIPS.get(device.device_kind, (None, None))

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer
 import lowering
@@ -76,6 +77,13 @@ def test_a_parameter_is_cut_into_whole_tiles_or_evenly_or_not_at_all():
     assert simple_fsdp.shard_dim((8, 32, 64), 4) == 1
     assert simple_fsdp.shard_dim((6, 10, 32), 4) == 2
     assert simple_fsdp.shard_dim((32, 32), 4) == 0
+
+
+def test_a_mesh_of_three_dimensions_is_refused():
+    simple_fsdp.capture_mesh(8)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(ValueError, match="3 dimensions"):
+        simple_fsdp.fully_shard(torch.nn.Linear(8, 8), mesh)
 
 
 def test_with_scan_one_gathered_layer_is_live_not_all():

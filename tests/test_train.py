@@ -182,7 +182,7 @@ def test_parameters_and_flops_are_the_published_ones():
 @pytest.mark.parametrize("argv, said", [
     (["step", "--size", "9b"], "--size 9b"), (["compile", "--depths", "0"], "--depths: 0"), (["nope"], "'nope'"),
     (["kernels", "--topology", "v9:2x2"], "--topology v9:2x2"), (["kernels", "--json", "/nope/x.json"], "--json /nope/x.json"),
-    (["tune", "--size", "9z"], "--size 9z")])
+    (["tune", "--size", "9z"], "--size 9z"), (["tune", "--size", "debug"], "--size debug"), (["step", "--model", "flux"], "'flux'")])
 def test_bad_flags_of_bench_are_one_line(argv, said, capsys):
     try:
         code = bench.main(argv)
