@@ -323,16 +323,16 @@ class SplashBlocks:
     kv_compute_backward: int = 512
     kv_resident: int = 8192
 
-    def allowed(b, unit, q, k):
+    def allowed(self, unit, q, k):
         T, S = q.shape[2], k.shape[2]
-        lengths = T, S, b.q, b.kv, T, S, b.q_backward, b.kv_backward
+        lengths = T, S, self.q, self.kv, T, S, self.q_backward, self.kv_backward
         return [*(cuts(n, unit) for n in lengths), cuts(S, 1, divide=False)]
 
-    def vmem(b, q, k):  # inputs and outputs twice, one of them being moved; then fp32 accumulators and a few parts of scores
+    def vmem(self, q, k):  # inputs and outputs twice, one of them being moved; then fp32 accumulators and a few parts of scores
         D, size = q.shape[3], q.dtype.itemsize
-        forward = 4 * size * D * (b.q + b.kv) + 4 * (D + 16) * b.q + 16 * b.q_compute * b.kv_compute
-        backward = (size * D * (6 * b.q_backward + 4 * b.kv_backward) + 4 * D * b.q_backward
-                    + 2 * b.kv_resident * D * (2 * size + 4) + 24 * b.q_compute_backward * b.kv_compute_backward)
+        forward = 4 * size * D * (self.q + self.kv) + 4 * (D + 16) * self.q + 16 * self.q_compute * self.kv_compute
+        backward = (size * D * (6 * self.q_backward + 4 * self.kv_backward) + 4 * D * self.q_backward
+                    + 2 * self.kv_resident * D * (2 * size + 4) + 24 * self.q_compute_backward * self.kv_compute_backward)
         return {"forward": (forward, ("q", "kv")), "backward": (backward, ("kv_resident", "q_backward", "kv_backward"))}
 
 
@@ -593,21 +593,21 @@ class CrossEntropyBlocks:
     dw_vocab: int = 1024
     dw_width: int = 8192
 
-    def allowed(b, unit, x, weight):
+    def allowed(self, unit, x, weight):
         (N, D), V = x.shape, weight.shape[0]
         tokens, words, widths = *(cuts(n, unit, divide=False) for n in (N, V)), [D, *cuts(D, unit)]
         return tokens, words, tokens, words, widths, tokens, words, widths
 
-    def vmem(b, x, weight):
+    def vmem(self, x, weight):
         D, size = x.shape[1], x.dtype.itemsize
 
         def gradient(outer, inner, width):  # one outer and two inner blocks (one arriving), the output twice, its accumulator;
             # then what the compiler was seen to take for tiles of logits and a part of the masked inner block
             return D * outer * (3 * size + 4) + width * inner * (2 * size + size / 4) + 28 * outer * inner
 
-        return {"forward": (D * size * (b.tokens + 2 * b.vocab) + 16 * b.tokens * b.vocab, ("tokens", "vocab")),
-                "dx": (gradient(b.dx_tokens, b.dx_vocab, b.dx_width), ("dx_tokens", "dx_vocab")),
-                "dw": (gradient(b.dw_vocab, b.dw_tokens, b.dw_width), ("dw_tokens", "dw_vocab"))}
+        return {"forward": (D * size * (self.tokens + 2 * self.vocab) + 16 * self.tokens * self.vocab, ("tokens", "vocab")),
+                "dx": (gradient(self.dx_tokens, self.dx_vocab, self.dx_width), ("dx_tokens", "dx_vocab")),
+                "dw": (gradient(self.dw_vocab, self.dw_tokens, self.dw_width), ("dw_tokens", "dw_vocab"))}
 
 
 def cross_entropy_kernel(x_ref, w_ref, target_ref, lse_ref, picked_ref, m_ref, l_ref, *, vocab, multiplier, softcap):
@@ -860,19 +860,19 @@ class GroupedBlocks:
     dw_d: int = 2 ** 16
     dw_f: int = 2 ** 16
 
-    def allowed(b, unit, x, w, *_):
+    def allowed(self, unit, x, w, *_):
         (n, D), F = x.shape, w.shape[2]
         rows, d, f = cuts(n, 32, divide=False), *(sorted({n, *cuts(n, unit)}, reverse=True) for n in (D, F))
         return rows, f, rows, d, rows, d, f
 
-    def vmem(b, x, *ws):  # each block twice, so that the next one's copy runs under this one's arithmetic; results in fp32
+    def vmem(self, x, *ws):  # each block twice, so that the next one's copy runs under this one's arithmetic; results in fp32
         D, F, size, pair = *ws[0].shape[1:], x.dtype.itemsize, len(ws)
-        forward = 2 * size * (b.rows * D + pair * D * b.columns + (2 * pair - 1) * b.rows * b.columns)
-        dx = 2 * size * (pair * b.dx_rows * F + pair * F * b.dx_columns + b.dx_rows * b.dx_columns)
-        dw = 2 * size * (b.dw_rows * b.dw_d + pair * b.dw_rows * b.dw_f + pair * b.dw_d * b.dw_f)
-        return {"forward": (forward + 4 * pair * b.rows * b.columns, ("columns",)),
-                "dx": (dx + 4 * b.dx_rows * b.dx_columns, ("dx_columns",)),
-                "dw": (dw + 4 * (pair + 1) * b.dw_d * b.dw_f, ("dw_d", "dw_f"))}  # a result, before it is added to its sum
+        forward = 2 * size * (self.rows * D + pair * D * self.columns + (2 * pair - 1) * self.rows * self.columns)
+        dx = 2 * size * (pair * self.dx_rows * F + pair * F * self.dx_columns + self.dx_rows * self.dx_columns)
+        dw = 2 * size * (self.dw_rows * self.dw_d + pair * self.dw_rows * self.dw_f + pair * self.dw_d * self.dw_f)
+        return {"forward": (forward + 4 * pair * self.rows * self.columns, ("columns",)),
+                "dx": (dx + 4 * self.dx_rows * self.dx_columns, ("dx_columns",)),
+                "dw": (dw + 4 * (pair + 1) * self.dw_d * self.dw_f, ("dw_d", "dw_f"))}  # a result, before it is added to its sum
 
 
 def grouped_blocks(given, x, ws, chip):

@@ -386,7 +386,7 @@ def host_memory():
     """Lowerings of what moves between a TPU's HBM and its host's memory. What goes to the host, and what a loop fetches, has a
     buffer in HBM of its own: one that shares the loop's carried x must be gone before x is overwritten, or come after its last
     use, and nothing hides it. How far start and done then lie apart is the scheduler's choice (recipes.IRONWOOD)."""
-    def own(x):  # a copy that the compiler cannot see through: nothing merges it with x until all is scheduled
+    def own(x):  # a copy (subnormals may become 0) that the compiler cannot see through: nothing merges it with x
         return lax.optimization_barrier(x * lax.optimization_barrier(jnp.ones((), x.dtype)))
 
     to_device = functools.partial(jax.device_put, device=jax.memory.Space.Device)

@@ -170,7 +170,10 @@ def test_shards_that_end_within_an_expert_hold_its_rows_and_export_gathers_a_lay
     checkpoint.save_hf(tmp_path / "out", model, params)
     before, after = all_tensors(tmp_path / "hf"), all_tensors(tmp_path / "out")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert len(gathered) == sum(p.shape[0] if ".stack." in name else 1 for name, p in model.named_parameters())
+    entry = ["norm", "norm.weight", (0, 0), params["norm.weight"].shape[0], False]
+    assert dict(checkpoint.gather([entry], params, np.dtype("float32"), True)).keys() == {"norm"}
+    assert list(checkpoint.gather([entry], params, np.dtype("float32"), False)) == []  # a process that writes nothing holds nothing
+    assert len(gathered) - 2 == sum(p.shape[0] if ".stack." in name else 1 for name, p in model.named_parameters())
 
 
 def broken(tmp_path, change, config=None):
