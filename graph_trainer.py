@@ -97,6 +97,7 @@ def trace(fn, fakes):
         raise CaptureError(f"the model's Python looks at a tensor's value, which one graph cannot: {line} "
                            "(use torch.where or a mask instead)") from e
     functionalize(gm)
+    turn_once(gm)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
@@ -146,6 +147,17 @@ def functionalize(gm):
         packet, overload = node.target.overloadpacket.__name__.rstrip("_"), node.target._overloadname
         node.target = getattr(getattr(torch.ops.aten, packet), overload)
         base.replace_all_uses_with(node, delete_user_cb=lambda user: user not in done)
+
+
+def turn_once(gm):
+    """A matrix transposed twice is itself: autograd does so with each weight and its gradient, SimpleFSDP (movedim) with
+    those whose second dimension is cut."""
+    def turns(node):
+        return op_name(node) == "aten.t.default" or op_name(node) == "aten.permute.default" and list(node.args[1]) == [1, 0]
+
+    for node in gm.graph.nodes:
+        if turns(node) and turns(node.args[0]):
+            node.replace_all_uses_with(node.args[0].args[0])
 
 
 def mutates(node):

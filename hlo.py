@@ -1,9 +1,10 @@
 """How long a compiled TPU program takes: its optimized HLO, replayed op by op in the compiler's own schedule.
 
-    phases = Replay(executable.as_text(), 1 / 2.2e9, bandwidth, slices=1, kernel_seconds=...).run()
+    phases = Replay(executable.as_text(), 1 / 2.2e9, 524288, bandwidth, slices=1, kernel_seconds=...).run()
 
 Notable features:
-- compute costs the compiler's own estimate of each op's cycles, times the trips of the loops around it
+- compute costs the compiler's own estimate of each op's cycles, times the trips of the loops around it; a matmul, for which
+  that estimate can be above the peak, at least what the matrix units need
 - a transfer (collective, copy, work on the SparseCores) takes bytes / bandwidth on its own engine, one behind the other;
   what lies between its start and its done hides it, and the step waits for the rest
 - kernels, for which the compiler has no cycles, are asked for; ops without any are taken at HBM speed and counted
@@ -77,6 +78,7 @@ class Replay:
 
     text: str
     seconds_per_cycle: float
+    mxu: int  # flops of a matmul in a cycle
     bandwidth: dict  # engine (ici, dcn, host, hbm, sparsecore) -> bytes/s
     slices: int
     kernel_seconds: object  # (kernel's scope, how many share it, bytes it reads and writes) -> seconds
@@ -179,7 +181,7 @@ class Replay:
             s = self.kernel_seconds(op.kernel, self.sharing[op.kernel], traffic)
             counts["kernel", op.kernel.split("tpu.")[-1]] += s
         elif cycles < 2**62:  # larger: the compiler does not know
-            s = cycles * self.seconds_per_cycle
+            s = max(cycles, matmul_flops(inside, ops) / self.mxu) * self.seconds_per_cycle
         else:
             s = traffic / self.bandwidth["hbm"]
             counts["guessed", "ops"] += s
@@ -189,6 +191,18 @@ class Replay:
 
 def has_matmul(inside):
     return any(i.opcode in ("convolution", "dot") for i in inside)  # the TPU compiler writes matmuls as convolutions
+
+
+def matmul_flops(inside, ops):
+    """Of an op's matmuls; of batched ones, whose windows are padded, none."""
+    flops = 0
+    for op in inside:
+        if op.opcode == "convolution" and "pad=" not in op.attrs:
+            shape = next(o for o in [*inside, *ops.values()] if o.name == op.operands[1]).shape
+            out, weight = ([int(d) for d in ARRAY.search(s).group(2).split(",")] for s in (op.shape, shape))
+            contracted = (size for size, label in zip(weight, op.attr(r"dim_labels=\w+_(\w+)->")) if label != "o")
+            flops += 2 * math.prod(out) * math.prod(contracted)
+    return flops
 
 
 def rendezvous(op):

@@ -186,7 +186,7 @@ def report(args):
                  "host": HOST_BANDWIDTH, "hbm": chip.hbm_bandwidth, "sparsecore": chip.hbm_bandwidth}
     phases = []
     for name, part, times in parts:
-        replay = hlo.Replay(part.executable.as_text(), chip.mxu / chip.peak, bandwidth, args.slices,
+        replay = hlo.Replay(part.executable.as_text(), chip.mxu / chip.peak, chip.mxu, bandwidth, args.slices,
                             lambda *kernel: kernel_seconds(chip, *kernel))
         phases += [(f"{name} {label}", hlo.total([(label, counts)], times)) for label, counts in replay.run()]
         if replay.unknown_loops:
