@@ -150,8 +150,8 @@ def functionalize(gm):
 
 
 def turn_once(gm):
-    """A matrix transposed twice is itself: autograd does so with each weight and its gradient, SimpleFSDP (movedim) with
-    those whose second dimension is cut."""
+    """A matrix transposed twice is itself: autograd does so with each weight and its gradient, SimpleFSDP (movedim) with those
+    whose second dimension is cut. XLA cannot see it, because lowering._t fixes layouts."""
     def turns(node):
         return op_name(node) == "aten.t.default" or op_name(node) == "aten.permute.default" and list(node.args[1]) == [1, 0]
 

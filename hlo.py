@@ -1,10 +1,10 @@
 """How long a compiled TPU program takes: its optimized HLO, replayed op by op in the compiler's own schedule.
 
-    phases = Replay(executable.as_text(), 1 / 2.2e9, 524288, bandwidth, slices=1, kernel_seconds=...).run()
+    phases = Replay(executable.as_text(), 1 / 2.2e9, 1.15e15, bandwidth, slices=1, kernel_seconds=...).run()
 
 Notable features:
-- compute costs the compiler's own estimate of each op's cycles, times the trips of the loops around it; a matmul, for which
-  that estimate can be above the peak, at least what the matrix units need
+- compute costs the compiler's own estimate of each op's cycles, times the trips of the loops around it; a matmul at least its
+  flops at the matrix units' peak (one of llama3 405b's is estimated at 1.3 times that)
 - a transfer (collective, copy, work on the SparseCores) takes bytes / bandwidth on its own engine, one behind the other;
   what lies between its start and its done hides it, and the step waits for the rest
 - kernels, for which the compiler has no cycles, are asked for; ops without any are taken at HBM speed and counted
@@ -78,7 +78,7 @@ class Replay:
 
     text: str
     seconds_per_cycle: float
-    mxu: int  # flops of a matmul in a cycle
+    peak: float  # matmul flops a second
     bandwidth: dict  # engine (ici, dcn, host, hbm, sparsecore) -> bytes/s
     slices: int
     kernel_seconds: object  # (kernel's scope, how many share it, bytes it reads and writes) -> seconds
@@ -113,7 +113,7 @@ class Replay:
             if op.opcode == "while":
                 trips, body = self.loop(op)
                 phases += [(f"loop of {trips}", total(self.walk(body), trips)), ("", Counter())]
-                now += seconds(phases[-2][1])
+                now += sum(s for (what, _), s in phases[-2][1].items() if what == "s")
             elif op.opcode == "recv-done":
                 wait(rendezvous(ops[op.operands[0]]))
             elif op.opcode in FREE or op.opcode.endswith("-update"):
@@ -181,10 +181,11 @@ class Replay:
             s = self.kernel_seconds(op.kernel, self.sharing[op.kernel], traffic)
             counts["kernel", op.kernel.split("tpu.")[-1]] += s
         elif cycles < 2**62:  # larger: the compiler does not know
-            s = max(cycles, matmul_flops(inside, ops) / self.mxu) * self.seconds_per_cycle
+            s = cycles * self.seconds_per_cycle
         else:
             s = traffic / self.bandwidth["hbm"]
             counts["guessed", "ops"] += s
+        s = max(s, matmul_flops(inside, ops) / self.peak)
         kinds = {"splash": "attention", "cross_entropy": "loss", "grouped": "experts"}
         return next((k for word, k in kinds.items() if word in scope), "matmul" if has_matmul(inside) else "elementwise"), s
 
@@ -194,14 +195,14 @@ def has_matmul(inside):
 
 
 def matmul_flops(inside, ops):
-    """Of an op's matmuls; of batched ones, whose windows are padded, none."""
+    """Of an op's matmuls. One of (M, K) by (K, N), which the TPU compiler writes as a convolution, has M K N flops twice, the root of
+    its three sizes' product; B of them at once have B^3 (M K N)^2 as that product, and a window dilated by B."""
     flops = 0
     for op in inside:
-        if op.opcode == "convolution" and "pad=" not in op.attrs:
-            shape = next(o for o in [*inside, *ops.values()] if o.name == op.operands[1]).shape
-            out, weight = ([int(d) for d in ARRAY.search(s).group(2).split(",")] for s in (op.shape, shape))
-            contracted = (size for size, label in zip(weight, op.attr(r"dim_labels=\w+_(\w+)->")) if label != "o")
-            flops += 2 * math.prod(out) * math.prod(contracted)
+        if op.opcode in ("convolution", "dot"):
+            shapes = [op.shape, *(next(o.shape for o in [*inside, *ops.values()] if o.name == name) for name in op.operands)]
+            elements = math.prod(int(d) for shape in shapes for d in ARRAY.search(shape).group(2).split(",") if d)
+            flops += 2 * math.sqrt(elements / math.prod(map(int, (op.attr(r"lhs_dilate=([\dx]+)") or "1").split("x"))))
     return flops
 
 
@@ -215,7 +216,3 @@ def total(phases, times=1):
     for _, part in phases:
         out.update({key: value * times for key, value in part.items()})
     return out
-
-
-def seconds(part):
-    return sum(s for (what, _), s in part.items() if what == "s")

@@ -84,19 +84,20 @@ def _reshape(x, shape):
     if x.ndim == 3 and len(shape) == 4 and x.shape[:2] == tuple(shape[:2]):
         # (B, T, H * D) into heads. XLA would let the matmul before it write each head apart, and 128 columns at a time fill half
         # of a 256-wide matrix unit: llama3 405b's queries reach 45 % of its peak instead of 77.
-        # Row by row: with tokens in a row's place a norm over each head takes one copy more in fp32.
+        # Row-major: were tokens the minor dimension, which suits a norm over each head, it would cost a copy in fp32.
         return _row_major(lax.optimization_barrier(x).reshape(shape))
     return x.reshape(shape)
 
 
 def _row_major(x):
-    """Fixes a layout that XLA would choose to suit what comes next."""
+    """Fixes the layout, the last dimension minor; XLA would choose one to suit what comes next."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _t(x):
-    """An activation's gradient, on its way into a weight's. With its tokens side by side, which the TPU compiler prefers, what
-    it was computed from is turned around as well: each saved activation is copied once more."""
+    """Of an activation's gradient, for a weight's, and of weights. Were tokens its minor dimension, which the TPU compiler prefers
+    for that matmul, all that it is computed from would be laid so too: a copy of each saved activation. XLA does not see through
+    this: a matrix turned twice (graph_trainer.turn_once) would be copied twice."""
     return jnp.transpose(_row_major(x))
 
 
@@ -444,8 +445,8 @@ def interpret(gm, table, args):
             env[node] = constant(value) if isinstance(value, torch.Tensor) else (
                 lambda *xs, body=value: interpret(body, table, xs))
         elif node.op == "call_function":
-            if str(node.target) == "loop" and node.args[4]:
-                reduce_first(node, env)
+            if str(node.target) == "loop":
+                reduce_first(env, *node.args)
             args_, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             with jax.named_scope(f"{source(node)}/{node.target}"):  # profiling.py reads it back
                 try:
@@ -456,13 +457,13 @@ def interpret(gm, table, args):
             return list(torch.fx.map_arg(node.args[0], env.__getitem__))
 
 
-def reduce_first(loop, env):
-    """Has a backward loop begin when the gradients that are there already are reduced. As long as the HBM suffices, the TPU
-    compiler would keep them whole until the loop is over: 8.4 GB of llama3 405b's loss."""
-    reduced = [node for node in env if str(node.target) == "_c10d_functional.wait_tensor.default"
+def reduce_first(env, body, carry, xs, consts, reverse, prefetch):
+    """Has a backward loop begin when the gradients that are there already are reduced. While there is room the TPU compiler would
+    keep them whole until the loop is over: 8.4 GB of llama3 405b's loss."""
+    reduced = [node for node in env if reverse and str(node.target) == "_c10d_functional.wait_tensor.default"
                and "reduce_scatter" in str(node.args[0].target)]
-    tied = [*loop.args[1], *reduced]
-    env.update(zip(tied, lax.optimization_barrier([env[node] for node in tied])))
+    if reduced:
+        env.update(zip([*carry, *reduced], lax.optimization_barrier([env[node] for node in (*carry, *reduced)])))
 
 
 def conform(node, value):

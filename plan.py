@@ -73,12 +73,15 @@ SCALES = {64: "tpu7x:4x4x4", 128: "tpu7x:4x4x8", 256: "tpu7x:4x8x8", 512: "tpu7x
           2048: "tpu7x:8x16x16", 4096: "tpu7x:16x16x16", 8192: "tpu7x:8x8x16"}  # the last one in 8 slices
 
 
-def link_bandwidth(topology, chip):
+def link_bandwidth(topology, chip, group=None):
     """Bytes/s into a chip, one way, on all axes of its torus at once: two links an axis that wraps around, one (an end's) on
-    one that does not. v5e and v6e wrap at 16, v5p and tpu7x in whole cubes of 4. What both devices of a chip need comes once."""
+    one that does not, or of which a group has a part. v5e and v6e wrap at 16, v5p and tpu7x in whole cubes of 4. What both
+    devices of a chip need comes once. group: the devices that share parameters (None: all of the topology)."""
     sizes = [int(s) for s in topology.split(":")[1].split("x")]
+    spans = [len(set(axis)) for axis in zip(*(d.coords for d in group))] if group is not None else sizes
     wraps = (lambda s: s >= 16) if chip.links == 4 else (lambda s: all(t % 4 == 0 for t in sizes))
-    return sum((2 if wraps(s) else 1) for s in sizes if s > 1) * chip.ici * LINK_EFFICIENCY or chip.ici
+    links = sum(2 if span == size and wraps(size) else 1 for size, span in zip(sizes, spans) if span > 1)
+    return links * chip.ici * LINK_EFFICIENCY or chip.ici
 
 
 # --------------------------------------------------------------------------------------- the kernels' time
@@ -119,8 +122,9 @@ def name_kernels(gm, chip):
             flops = matmuls * matmul_size(op, node, *shapes)
             total += flops
             node.meta["stack_trace"] = f'File "{node.name} flops={flops:.0f} share={share} ", line 0, in {name}'
-        elif name in ("aten.mm.default", "aten.bmm.default"):
-            total += 2 * node.meta["val"].numel() * node.args[0].meta["val"].shape[-1]
+        elif name in ("aten.mm.default", "aten.bmm.default", "aten.addmm.default"):
+            left = node.args[name.startswith("aten.addmm")]
+            total += 2 * node.meta["val"].numel() * left.meta["val"].shape[-1]
     return total
 
 
@@ -182,11 +186,11 @@ def report(args):
             part.compile(recipes.compiler_options(flags))
     clock.append(time.perf_counter())
 
-    bandwidth = {"ici": link_bandwidth(args.topology, chip), "dcn": chip.dcn * LINK_EFFICIENCY / chip.devices,
+    bandwidth = {"ici": link_bandwidth(args.topology, chip, mesh.devices[0]), "dcn": chip.dcn * LINK_EFFICIENCY / chip.devices,
                  "host": HOST_BANDWIDTH, "hbm": chip.hbm_bandwidth, "sparsecore": chip.hbm_bandwidth}
     phases = []
     for name, part, times in parts:
-        replay = hlo.Replay(part.executable.as_text(), chip.mxu / chip.peak, chip.mxu, bandwidth, args.slices,
+        replay = hlo.Replay(part.executable.as_text(), chip.mxu / chip.peak, chip.peak, bandwidth, args.slices,
                             lambda *kernel: kernel_seconds(chip, *kernel))
         phases += [(f"{name} {label}", hlo.total([(label, counts)], times)) for label, counts in replay.run()]
         if replay.unknown_loops:
@@ -202,7 +206,7 @@ def report(args):
                                    for (_, part, _), m in zip(parts, memory)), key=lambda at: at[0])
     state = largest.argument_size_in_bytes + resident
     host = graph_trainer.host_bytes(step.graph.gm)
-    saved = sum(saved_bytes(part.gm) for _, part, _ in parts) - host * args.scan
+    saved = 0 if args.offload else sum(saved_bytes(part.gm) for _, part, _ in parts)
     published, where = args.recipe and recipes.RECIPES[args.recipe].published or (None, "nowhere")
     return {
         "model": args.model, "size": args.size, "topology": args.topology, "flags": flags,
@@ -236,9 +240,13 @@ def hbm_peak(memory):
 
 
 def saved_bytes(gm):
-    """What the layer loops save for their backward passes, stacked over layers (0 without --scan)."""
-    forward = [n for n in gm.graph.nodes if n.target is graph_trainer.loop and not n.args[4]]
-    return sum(t.numel() * t.element_size() for n in forward for t in n.meta["val"][len(n.args[1]):])
+    """What the layer loops save for their backward passes, stacked over layers (0 without --scan); in a loop of micro-batches
+    one after the other."""
+    total = 0
+    for node in gm.graph.find_nodes(op="call_function", target=graph_trainer.loop):
+        body, carry, _, _, reverse, _ = node.args
+        total += saved_bytes(getattr(gm, body.target)) + sum(y.nbytes for y in node.meta["val"][len(carry):] if not reverse)
+    return total
 
 
 # --------------------------------------------------------------------------------------------------- showing
@@ -317,9 +325,9 @@ def plan(args):
 def batch(args):
     """The largest per-device batch that fits: doubles until one does not, then halves the gap down to 1/32. Memory is no line to
     follow: near the limit the compiler computes things twice to fit, which shows in the MFU."""
-    fits, best, too_large = {}, 0, math.inf
-    while too_large - best > max(1, best // 32):
-        args.per_device_batch = (best + too_large) // 2 if too_large < math.inf else 2 * best or args.per_device_batch
+    fits, best, too_large, unit = {}, 0, math.inf, args.grad_accum
+    while too_large - best > max(unit, best // 32):
+        args.per_device_batch = (best + too_large) // 2 // unit * unit if too_large < math.inf else 2 * best or args.per_device_batch
         if r := row(f"batch {args.per_device_batch}", args):
             best = args.per_device_batch
             fits[best] = r["predicted_mfu"]
@@ -367,8 +375,8 @@ def parse(argv):
     recipe = train.parse_args(["--topology", "any", *argv]).recipe if "--recipe" in " ".join(argv) else None
     args = train.parse_args((["--topology", recipes.RECIPES[recipe].topology] if recipe else []) + argv)
     args.argv, args.chips, args.per_device_batch = argv, [int(n) for n in numbers], args.per_device_batch or 1
-    if wrong := [n for n in args.chips if n not in SCALES]:
-        raise UsageError(f"{command} {wrong[0]}: scaling knows {', '.join(map(str, SCALES))} chips")
+    if wrong := [n for n in args.chips if command != "scaling" or n not in SCALES]:
+        raise UsageError(f"{command} {wrong[0]}: only scaling takes numbers, of {', '.join(map(str, SCALES))} chips")
     if args.batch != train.parse_args(["--model", args.model]).batch:
         raise UsageError(f"--batch {args.batch}: plan.py plans rows a device, say --per-device-batch")
     for flag in ("fsdp", "devices", "checkpoint", "local_checkpoint", "metrics", "tensorboard", "profile", "save_hf"):

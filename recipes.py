@@ -11,7 +11,6 @@ Notable features:
 - `python plan.py flags --recipe NAME --libtpu-init-flags="..."` shows what a flag changes
 """
 
-import argparse
 from dataclasses import dataclass
 
 
@@ -104,21 +103,3 @@ def compiler_options(flags):
         name, _, value = flag.lstrip("-").partition("=")
         options[name] = {"true": True, "": True, "false": False}.get(value, value)
     return options
-
-
-def count(text):
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return int(text)
-
-
-def add_flags(p):
-    """Flags of recipes and plans, for the parsers of train.py and plan.py."""
-    p.add_argument("--topology", metavar="NAME", help="compile for a TPU that is not here, e.g. v6e:4x4, and stop")
-    p.add_argument("--slices", type=count, default=1, help="so many of the topology, over the data-center network")
-    p.add_argument("--recipe", metavar="NAME", help=f"flags of a full-size run, before all others: {', '.join(RECIPES)}")
-    p.add_argument("--per-device-batch", type=count, metavar="N", help="rows a device, instead of --batch")
-    p.add_argument("--libtpu-init-flags", metavar="FLAGS", help='compiler flags, "--xla_a=1 --xla_b=2"')
-    p.add_argument("--xla-flags", dest="libtpu_init_flags", metavar="FLAGS", help="the same")
-    p.add_argument("--report", metavar="FILE.json", help="the plan as flat JSON")
-    p.add_argument("--picture", metavar="FILE.png", help="the plan as a picture")

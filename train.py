@@ -68,7 +68,7 @@ def parse_args(argv):
         parse.__name__ = kind.__name__
         return parse
 
-    count, natural, positive, not_negative = recipes.count, number(int, zero=True), number(float), number(float, zero=True)
+    count, natural, positive, not_negative = number(int), number(int, zero=True), number(float), number(float, zero=True)
 
     add = p.add_argument_group("model").add_argument
     add("--model", default="llama3", choices=MODELS)
@@ -113,7 +113,14 @@ def parse_args(argv):
     add("--num-processes", type=count)
     add("--process-id", type=int)
 
-    recipes.add_flags(p.add_argument_group("full-size runs, on TPUs that are here or are not"))
+    add = p.add_argument_group("full-size runs, on TPUs that are here or are not").add_argument
+    add("--recipe", metavar="NAME", help=f"flags of a full-size run, before all others: {', '.join(recipes.RECIPES)}")
+    add("--topology", metavar="NAME", help="compile for a TPU that is not here, e.g. v6e:4x4, and stop")
+    add("--slices", type=count, default=1, help="so many of the topology, over the data-center network")
+    add("--per-device-batch", type=count, metavar="N", help="rows a device, instead of --batch")
+    add("--libtpu-init-flags", "--xla-flags", metavar="FLAGS", help='compiler flags, "--xla_a=1 --xla_b=2"')
+    add("--report", metavar="FILE.json", help="the plan as flat JSON")
+    add("--picture", metavar="FILE.png", help="the plan as a picture")
     add = p.add_argument_group("kernels").add_argument
     add("--kernels", choices=["pallas", "interpret", "reference"], help="attention, loss and grouped matmuls in Pallas "
         "(default on TPU), in Pallas interpreted (anywhere, slow) or in XLA (default on CPU)")

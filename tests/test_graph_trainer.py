@@ -16,6 +16,11 @@ import train
 from graph_trainer import CaptureError, ScanLayers, capture
 
 
+def test_a_matrix_turned_twice_is_itself():
+    gm = capture(lambda x: [x.t().t() + 1, x.movedim(1, 0).t() * 2], torch.empty(3, 4, device="meta")).gm
+    assert [str(node.target) for node in gm.graph.nodes if node.op == "call_function"] == ["aten.add.Tensor", "aten.mul.Tensor"]
+
+
 def test_a_branch_on_a_tensors_value_is_refused_by_its_line():
     def f(x):
         if x.sum() > 0:  # the line
