@@ -26,7 +26,7 @@ import data
 import graph_trainer
 import kernels
 import train
-from recipes import count
+from train import count
 
 
 def sdpa(q, k, v, segment_ids=None, *, causal=True, window=0, scale=None):

@@ -54,21 +54,24 @@ class UsageError(Exception):
     """What the user asked for cannot be; the message is one line that names the flag, the value and the fix."""
 
 
+def number(kind, zero=False):
+    """A type for argparse: above 0, or from 0 up."""
+    def parse(text):
+        value = kind(text)
+        if not (0 < value < math.inf or zero and value == 0):
+            raise argparse.ArgumentTypeError(f"{text} is not a {'number from 0 up' if zero else 'positive number'}")
+        return value
+    parse.__name__ = kind.__name__
+    return parse
+
+
+count, natural, positive, not_negative = number(int), number(int, zero=True), number(float), number(float, zero=True)
+
+
 def parse_args(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     p.error = lambda message: (_ for _ in ()).throw(UsageError(message))
     on_off = argparse.BooleanOptionalAction
-
-    def number(kind, zero=False):
-        def parse(text):
-            value = kind(text)
-            if not (0 < value < math.inf or zero and value == 0):
-                raise argparse.ArgumentTypeError(f"{text} is not a {'number from 0 up' if zero else 'positive number'}")
-            return value
-        parse.__name__ = kind.__name__
-        return parse
-
-    count, natural, positive, not_negative = number(int), number(int, zero=True), number(float), number(float, zero=True)
 
     add = p.add_argument_group("model").add_argument
     add("--model", default="llama3", choices=MODELS)
