@@ -195,8 +195,8 @@ def has_matmul(inside):
 
 
 def matmul_flops(inside, ops):
-    """Of an op's matmuls. One of (M, K) by (K, N), which the TPU compiler writes as a convolution, has M K N flops twice, the root of
-    its three sizes' product; B of them at once have B^3 (M K N)^2 as that product, and a window dilated by B."""
+    """Of an op's matmuls, which the TPU compiler writes as convolutions. (M, K) by (K, N) has 2 M K N, and M K N is the root of its
+    three sizes' product; B of them at once, with a window dilated by B, have B^3 (M K N)^2 as that product."""
     flops = 0
     for op in inside:
         if op.opcode in ("convolution", "dot"):

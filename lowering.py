@@ -95,9 +95,9 @@ def _row_major(x):
 
 
 def _t(x):
-    """Of an activation's gradient, for a weight's, and of weights. Were tokens its minor dimension, which the TPU compiler prefers
-    for that matmul, all that it is computed from would be laid so too: a copy of each saved activation. XLA does not see through
-    this: a matrix turned twice (graph_trainer.turn_once) would be copied twice."""
+    """What is transposed is row-major before. A weight's gradient reads its activation's so; the TPU compiler would make tokens the
+    minor dimension there, and of all that the activation's gradient is computed from: a copy of each saved activation. The
+    constraint hides from XLA that a matrix turned twice is itself: graph_trainer.turn_once removes these."""
     return jnp.transpose(_row_major(x))
 
 

@@ -156,6 +156,35 @@ def test_a_group_that_is_a_part_of_a_torus_has_fewer_links():
     assert plan.link_bandwidth("tpu7x:8x8x16", tpu7x, devices) == plan.link_bandwidth("tpu7x:8x8x16", tpu7x) / 2
 
 
+def test_matmuls_with_a_bias_count_and_micro_batches_save_what_one_of_them_does():
+    shapes = (6,), (8, 4), (4, 6), (8, 6)
+    gm = graph_trainer.capture(lambda b, x, w, y: [torch.addmm(b, x, w), x @ w], *(torch.empty(s, device="meta") for s in shapes)).gm
+    assert plan.name_kernels(gm, "tpu7x") == 2 * (2 * 8 * 4 * 6)
+
+    def saved(*flags):
+        args = train.parse_args(["--model", "llama3", "--layers", "2", "--scan", "--seq", "32", *flags])
+        args.dtype = "float32"
+        model = train.build_model(args, plan.replace(train.choose_size(args), vocab=512), None)
+        step, _ = train.build_programs(args, model, graph_trainer.AdamW(), None, lowering.make_mesh())
+        return plan.saved_bytes(step.graph.gm)
+
+    assert saved("--batch", "8", "--grad-accum", "4") == saved("--batch", "2") > 0
+
+
+def test_the_largest_batch_is_whole_micro_batches(monkeypatch):
+    tried = []
+
+    def fake(args):
+        tried.append(args.per_device_batch)
+        if args.per_device_batch > 26:
+            raise lowering.DoesNotFit("too large")
+        return {key: 1.0 for key, _ in plan.COLUMNS.values()} | {"predicted_mfu": 0.5}, []
+
+    monkeypatch.setattr(plan, "report", fake)
+    assert plan.main(["batch", *DEBUG, "--grad-accum", "4", "--per-device-batch", "12"]) is None
+    assert tried == [12, 24, 48, 36, 28]
+
+
 def test_a_plan_of_the_debug_model_has_every_key_and_adds_up(tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert plan.main([*DEBUG, "--report", str(path), "--picture", str(tmp_path / "plan.png")]) is None
@@ -178,6 +207,8 @@ def test_a_plan_of_the_debug_model_has_every_key_and_adds_up(tmp_path, capsys):
     (["--topology", "v9z:2x2"], "v5e:2x2"),
     ([], "--topology NAME or --recipe NAME is needed"),
     (["--recipe", "gpt5"], "llama3_8b"),
+    (["batch", "64", "--recipe", "llama3_8b"], "batch 64: only scaling takes numbers"),
+    (["scaling", "65", "--recipe", "llama3_8b"], "scaling 65"),
     ([*DEBUG, "--libtpu-init-flags=--xla_tpu_warp_drive=1"], "no flag xla_tpu_warp_drive"),
     ([*DEBUG, "--replicas", "3"], "--replicas 3 does not divide the 4 devices of 1 v5e:2x2"),
 ])
@@ -267,7 +298,7 @@ def test_saved_activations_are_not_turned_around_for_the_weights_gradients():
     assert seconds(lowering.TABLE["aten.t.default"]) < 0.2 * seconds(jnp.transpose)
 
 
-def test_the_losss_gradient_is_reduced_before_the_backward_loop_begins(monkeypatch):
+def test_the_gradient_of_the_loss_is_reduced_before_the_backward_loop_begins(monkeypatch):
     """Else the compiler keeps it whole, beside what the loop needs."""
     texts, replay = [], hlo.Replay
     monkeypatch.setattr(hlo, "Replay", lambda text, *rest: texts.append(text) or replay(text, *rest))
