@@ -263,11 +263,6 @@ def accumulate(model, params, batch, psum, n):
     """
     reads = simple_fsdp.reads(model)
     whole = [reads[name].gather(p).detach() for name, p in params.items()]
-    micro = {key: x.unflatten(0, (n, -1)) for key, x in batch.items()}
-    weight = torch.full((n,), 1 / n)
-    if "targets" in batch:
-        valid = psum((micro["targets"] >= 0).sum((1, 2)).float())
-        weight = valid / valid.sum().clamp(min=1)
 
     def body(sums, rows, weight, whole):
         whole = [w.requires_grad_() for w in whole]
@@ -278,19 +273,37 @@ def accumulate(model, params, batch, psum, n):
         return [s + g.float() for s, g in zip(sums, [*losses, *grads])]
 
     sums = [torch.zeros(()), torch.zeros(()), *(torch.zeros_like(w, dtype=torch.float32) for w in whole)]
-    with disable_proxy_modes_tracing(), torch.enable_grad():
-        example = tree_map(torch.empty_like, (sums, {key: x[0] for key, x in micro.items()}, weight[0], whole))
-        graph = capture(body, *example)
-    loss, aux_loss, *sums = loop(graph.gm, sums, [*micro.values(), weight], whole, False, 0)
+    loss, aux_loss, *sums = over_micro_batches(body, sums, batch, whole, psum, n)
     return loss, aux_loss, [reads[name].reduce(g) for name, g in zip(params, sums)]
 
 
-def eval_step(model, psum=lambda x, dims=None: x):
-    """-> step(params, batch) -> mean cross-entropy over the batch's valid targets, to capture."""
+def over_micro_batches(body, sums, batch, consts, psum, n):
+    """sums = body(sums, rows, weight, consts) for each of n parts of the batch's rows, in one loop -> sums."""
+    micro = {key: x.unflatten(0, (n, -1)) for key, x in batch.items()}
+    weight = torch.full((n,), 1 / n)
+    if "targets" in batch:
+        valid = psum((micro["targets"] >= 0).sum((1, 2)).float())
+        weight = valid / valid.sum().clamp(min=1)
+    with disable_proxy_modes_tracing(), torch.enable_grad():
+        example = tree_map(torch.empty_like, (sums, {key: x[0] for key, x in micro.items()}, weight[0], consts))
+        graph = capture(body, *example)
+    return loop(graph.gm, sums, [*micro.values(), weight], consts, False, 0)
+
+
+def eval_step(model, psum=lambda x, dims=None: x, micro_batches=1):
+    """-> step(params, batch) -> mean cross-entropy over the batch's valid targets, to capture. micro_batches: as train_step's."""
+
+    def body(sums, rows, weight, params):
+        params = dict(zip((name for name, _ in model.named_parameters()), params))
+        with torch.no_grad(), _reparametrize_module(model, params):
+            return [sums[0] + model.loss(rows, psum)[0] * weight]
 
     def step(params, batch):
-        with torch.no_grad(), _reparametrize_module(model, params):
-            return psum(model.loss(batch, psum)[0])
+        with torch.no_grad():
+            if micro_batches > 1:
+                return psum(over_micro_batches(body, [torch.zeros(())], batch, list(params.values()), psum, micro_batches)[0])
+            with _reparametrize_module(model, params):
+                return psum(model.loss(batch, psum)[0])
 
     return step
 
@@ -404,6 +417,7 @@ class ScanLayers(nn.Module):
 
     def __init__(self, layers, remat="full", offload=False):
         super().__init__()
+        check_alike(layers)
         self.n_layers, self.remat, self.offload = len(layers), remat, offload
         self.stack = layers[0]
         for sub in self.stack.modules():
@@ -429,6 +443,7 @@ class UnrolledLayers(nn.ModuleList):
 
     def __init__(self, layers, remat="full", groups=0):
         super().__init__(layers)
+        check_alike(layers)
         self.remat, self.groups = remat, groups
 
     def forward(self, x, *consts):
@@ -445,6 +460,21 @@ class UnrolledLayers(nn.ModuleList):
             ys.append(y)
         x = boundary(x) if self.groups else x
         return (x, *map(torch.stack, zip(*ys))) if ys[0] else x
+
+
+def check_alike(layers):
+    """Raises CaptureError for layers that are not the first one with other weights: its graph stands for all."""
+    def facts(layer):
+        return {f"{prefix}.{name}".lstrip("."): (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x
+                for prefix, sub in layer.named_modules() for name, x in (vars(sub) | sub._parameters | sub._buffers).items()
+                if x is None or isinstance(x, (bool, int, float, str, tuple, torch.Tensor))}
+
+    first = facts(layers[0])
+    for i, layer in enumerate(layers):
+        if other := dict(facts(layer).items() ^ first.items()):
+            name = min(other)
+            raise CaptureError(f"layer {i}'s {name} is {facts(layer).get(name)}, layer 0's {first.get(name)}: --scan, --remat and --split "
+                               "take layers that differ in their weights only (muse_glimmer.py makes groups of layers alike)")
 
 
 def stack_meta(p, n):

@@ -79,7 +79,7 @@ class Replay:
     text: str
     seconds_per_cycle: float
     peak: float  # matmul flops a second
-    bandwidth: dict  # engine (ici, dcn, host, hbm, sparsecore) -> bytes/s
+    bandwidth: dict  # engine (ici, dcn, host, hbm, sparsecore) -> bytes/s; ici_N: of groups of N devices, if theirs differs
     slices: int
     kernel_seconds: object  # (kernel's scope, how many share it, bytes it reads and writes) -> seconds
     unknown_loops: list = field(default_factory=list)
@@ -121,9 +121,10 @@ class Replay:
             elif op.opcode.endswith("-done") or "AsyncCollectiveDone" in calls:
                 wait(key)
             elif transfer := self.transfer(op, ops, inside):
-                engine, kind, size = transfer
+                engine, kind, size, *group = transfer
                 carried[op.name] = key = rendezvous(op) or op.name
-                takes, begin = size / self.bandwidth[engine], max([now] + [end for _, _, end in queues[engine][-1:]])
+                rate = self.bandwidth.get("_".join([engine, *group]), self.bandwidth[engine])
+                takes, begin = size / rate, max([now] + [end for _, _, end in queues[engine][-1:]])
                 queues[engine].append((kind, begin, begin + takes))
                 pending[key] = engine, begin + takes
                 phases[-1][1].update({("busy", kind): takes, ("bytes", engine): size})
@@ -151,7 +152,7 @@ class Replay:
         return limits.pop() if len(limits) == 1 else 1, body
 
     def transfer(self, op, ops, inside):
-        """-> (engine, kind, bytes) of a collective or a copy that runs beside compute, or None."""
+        """-> (engine, kind, bytes) of a collective or a copy that runs beside compute, on ICI also its group's size; or None."""
         if op.opcode == "send":  # a collective between slices: a send to the hosts' network now, its recv-done later
             kind = (op.attr(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
             return "dcn", f"dcn {kind}", max(sizes(op.shape)) * (2 - 2 / self.slices if kind == "all-reduce" else 1)
@@ -164,7 +165,7 @@ class Replay:
             kind = "reduce-scatter" if scattered else body.verb
             groups = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", body.attrs)  # the first one, or [groups, size]
             n = (int(groups[2]) if groups[2] else groups[1].count(",") + 1) if groups else math.inf
-            return "ici", kind, {"all-gather": output, "all-reduce": 2 * inputs}.get(kind, inputs) * (1 - 1 / n)
+            return "ici", kind, {"all-gather": output, "all-reduce": 2 * inputs}.get(kind, inputs) * (1 - 1 / n), str(n)
         host = sizes(op.shape, 5) or any(sizes(ops[o].shape, 5) for o in op.operands if o in ops)
         if op.verb in COPIES and (op.opcode.endswith("-start") or host):
             size = min((size for size in sizes(op.shape) if size > 16), default=0)

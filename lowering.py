@@ -14,6 +14,7 @@ Notable features:
 """
 
 import functools
+import glob
 import os
 import re
 import zlib
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 # Before jax loads libtpu. On a machine without a TPU, libtpu would ask a metadata server for minutes; these
 # make it a pure compiler. On a TPU host they would break its own detection.
-ON_TPU_HOST = any(f.startswith("accel") for f in os.listdir("/dev")) or os.path.isdir("/dev/vfio")
+ON_TPU_HOST = any(re.fullmatch(r"/dev/(accel|vfio/)\d+", path) for path in glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"))
 if not ON_TPU_HOST:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
@@ -51,7 +52,11 @@ class LoweringError(Exception):
 
 
 class DoesNotFit(LoweringError):
-    """The program needs more HBM than a device has."""
+    """The program needs more HBM than a device has: by how much, and the compiler's own words."""
+
+    def __init__(self, excess, words=""):
+        super().__init__(f"does not fit a device: {excess}. Levers: smaller --per-device-batch or --seq, --scan, Pallas attention and "
+                         f"loss, --offload, more chips\n{words}")
 
 
 # ---------------------------------------------------------------------------------------------- the table
@@ -442,7 +447,7 @@ def interpret(gm, table, args):
             env[node] = next(args)
         elif node.op == "get_attr":
             value = getattr(gm, node.target)
-            env[node] = constant(value) if isinstance(value, torch.Tensor) else (
+            env[node] = constant(value, node) if isinstance(value, torch.Tensor) else (
                 lambda *xs, body=value: interpret(body, table, xs))
         elif node.op == "call_function":
             if str(node.target) == "loop":
@@ -478,10 +483,11 @@ def conform(node, value):
     return value.astype(DTYPES[fake.dtype])
 
 
-def constant(tensor):
-    if tensor.dtype == torch.int64 and tensor.numel() and tensor.abs().max() >= 2**31:
-        raise OverflowError("a constant tensor does not fit int32, in which int64 is computed")
-    return jnp.asarray(tensor.detach().numpy(), DTYPES[tensor.dtype])
+def constant(tensor, node):
+    if tensor.dtype == torch.int64 and tensor.numel() and not -2**31 <= tensor.min() <= tensor.max() < 2**31:
+        raise LoweringError(f"constant {node.target} at {source(node)} does not fit int32, in which int64 is computed")
+    tensor = tensor.detach()
+    return jnp.asarray((tensor.float() if tensor.is_floating_point() else tensor).numpy(), DTYPES[tensor.dtype])
 
 
 def source(node):
@@ -642,8 +648,7 @@ class Piece:
             excess = re.search(r"Used [\d.]+. of [\d.]+. hbm. Exceeded .*? by [\d.]+.|temporaries \(\S+\) exceeds .*? \(\S+?\)", str(e))
             if not excess:
                 raise LoweringError(f"the compiler refused the program\n{e}") from e
-            raise DoesNotFit(f"does not fit a device: {excess.group()}. Levers: smaller --per-device-batch or --seq, --scan, Pallas "
-                             f"attention and loss, --offload, more chips\n{e}") from e
+            raise DoesNotFit(excess.group(), e) from e
 
 
 def global_shape(x, spec, mesh, wide=False):

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from jax.experimental import topologies
 
+import checkpoint
 import graph_trainer
 import hlo
 import kernels
@@ -76,7 +77,7 @@ SCALES = {64: "tpu7x:4x4x4", 128: "tpu7x:4x4x8", 256: "tpu7x:4x8x8", 512: "tpu7x
 def link_bandwidth(topology, chip, group=None):
     """Bytes/s into a chip, one way, on all axes of its torus at once: two links an axis that wraps around, one (an end's) on
     one that does not, or of which a group has a part. v5e and v6e wrap at 16, v5p and tpu7x in whole cubes of 4. What both
-    devices of a chip need comes once. group: the devices that share parameters (None: all of the topology)."""
+    devices of a chip need comes once. group: the devices that send each other (None: all of the topology)."""
     sizes = [int(s) for s in topology.split(":")[1].split("x")]
     spans = [len(set(axis)) for axis in zip(*(d.coords for d in group))] if group is not None else sizes
     wraps = (lambda s: s >= 16) if chip.links == 4 else (lambda s: all(t % 4 == 0 for t in sizes))
@@ -159,6 +160,7 @@ def report(args):
     Nothing is executed, no parameter allocated. The dict: bytes and seconds of one device, flops of the whole step over all
     devices; keys s_<kind> add up to predicted_step_s, hidden_<kind> ran behind compute, bytes_<kind> are memory.
     """
+    jax.config.update("jax_enable_compilation_cache", False)  # without a TPU its entries cannot be read back
     devices, clock = topology_devices(args.topology, args.slices), [time.perf_counter()]
     chip, n = CHIPS[devices[0].device_kind], len(devices)
     args.dtype, args.batch = args.dtype or "bfloat16", args.per_device_batch * n
@@ -172,7 +174,7 @@ def report(args):
         mesh = lowering.make_mesh(replicas, n // replicas, devices)
         device_mesh = simple_fsdp.capture_mesh(n // replicas, replicas) if n > 1 else None
         model = train.build_model(args, config, device_mesh)
-        step, _ = train.build_programs(args, model, graph_trainer.AdamW(), device_mesh, mesh)
+        step, _ = train.build_programs(args, model, train.optimizer(args), device_mesh, mesh)
         parts = step.parts()
         flops = n * sum(name_kernels(part.gm, train.CHIPS[devices[0].device_kind][0]) * times for _, part, times in parts)
     clock.append(time.perf_counter())
@@ -188,6 +190,9 @@ def report(args):
 
     bandwidth = {"ici": link_bandwidth(args.topology, chip, mesh.devices[0]), "dcn": chip.dcn * LINK_EFFICIENCY / chip.devices,
                  "host": HOST_BANDWIDTH, "hbm": chip.hbm_bandwidth, "sparsecore": chip.hbm_bandwidth}
+    if args.replicas > 1:
+        bandwidth.setdefault(f"ici_{n // replicas}", bandwidth["ici"])
+        bandwidth.setdefault(f"ici_{replicas}", link_bandwidth(args.topology, chip, mesh.devices[:, 0]))
     phases = []
     for name, part, times in parts:
         replay = hlo.Replay(part.executable.as_text(), chip.mxu / chip.peak, chip.peak, bandwidth, args.slices,
@@ -204,6 +209,8 @@ def report(args):
     memory = [part.executable.memory_analysis() for _, part, _ in parts]
     peak, resident, largest = max(((hbm_peak(m) + part.resident_bytes, part.resident_bytes, m)
                                    for (_, part, _), m in zip(parts, memory)), key=lambda at: at[0])
+    if resident and peak > chip.hbm:  # the compiler sees one program at a time
+        raise lowering.DoesNotFit(f"{peak / GB:,.2f} of {chip.hbm / GB:,.2f} GB, {resident / GB:,.2f} of them what other programs wait for")
     state = largest.argument_size_in_bytes + resident
     host = graph_trainer.host_bytes(step.graph.gm)
     saved = 0 if args.offload else sum(saved_bytes(part.gm) for _, part, _ in parts)
@@ -341,7 +348,7 @@ def scaling(args):
     """Weak scaling: the same rows a device on more and more chips."""
     for chips in args.chips or SCALES:
         args.topology, args.slices = SCALES[chips], 8 if chips == 8192 else 1
-        row(f"{chips} chips, {args.slices} slice(s)", args)
+        row(f"{chips} chips, {args.slices} of {args.topology}", args)
 
 
 def flags(args):
@@ -356,8 +363,10 @@ def flags(args):
     with tempfile.TemporaryDirectory() as folder:
         for name, given in both.items():
             metrics = os.path.join(folder, name)
-            subprocess.run([sys.executable, train.__file__, *args.argv, "--steps", "1", "--metrics", metrics,
-                            f"--libtpu-init-flags={given}"], check=True, stdout=subprocess.DEVNULL)
+            run = subprocess.run([sys.executable, train.__file__, *args.argv, "--steps", "1", "--metrics", metrics,
+                                  f"--libtpu-init-flags={given}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            if run.returncode:
+                raise UsageError(f"{name}: {run.stderr.strip().splitlines()[-1].removeprefix('train.py: error: ')}")
             first = json.loads(open(metrics).readline())
             found.append({key: first[key].hex() for key in ("loss", "grad_norm")})
             print(f"{name:12}", found[-1], first["loss"], first["grad_norm"])
@@ -377,11 +386,10 @@ def parse(argv):
     args.argv, args.chips, args.per_device_batch = argv, [int(n) for n in numbers], args.per_device_batch or 1
     if wrong := [n for n in args.chips if command != "scaling" or n not in SCALES]:
         raise UsageError(f"{command} {wrong[0]}: only scaling takes numbers, of {', '.join(map(str, SCALES))} chips")
-    if args.batch != train.parse_args(["--model", args.model]).batch:
-        raise UsageError(f"--batch {args.batch}: plan.py plans rows a device, say --per-device-batch")
-    for flag in ("fsdp", "devices", "checkpoint", "local_checkpoint", "metrics", "tensorboard", "profile", "save_hf"):
-        if args.topology and getattr(args, flag) not in (None, 1):
-            raise UsageError(f"--{flag.replace('_', '-')} trains, and --topology {args.topology} only compiles: leave one out")
+    if command != "plan" and (args.report or args.picture):
+        raise UsageError(f"--report and --picture are of one plan: leave them out with {command}")
+    if command == "scaling" and (args.slices > 1 or args.topology and not args.topology.startswith("tpu7x:")):
+        raise UsageError(f"scaling {args.topology} --slices {args.slices}: it takes tpu7x's {', '.join(map(str, SCALES))} chips, leave both out")
     if args.per_device_batch % args.grad_accum:
         raise UsageError(f"--grad-accum {args.grad_accum} does not divide a device's {args.per_device_batch} rows "
                          "(--per-device-batch)")
@@ -395,7 +403,7 @@ def main(argv=None):
     try:
         command, args = parse(sys.argv[1:] if argv is None else argv)
         COMMANDS[command](args)
-    except (UsageError, graph_trainer.CaptureError, lowering.LoweringError, kernels.KernelError) as e:
+    except (UsageError, checkpoint.CheckpointError, graph_trainer.CaptureError, lowering.LoweringError, kernels.KernelError) as e:
         print(f"plan.py: error: {e}", file=sys.stderr)
         return 2
 

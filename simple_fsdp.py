@@ -41,6 +41,7 @@ def fully_shard(module, mesh, *, param_dtype=None, reduce_dtype=torch.float32, r
     if mesh is not None and mesh.ndim > 2:
         raise ValueError(f"fully_shard: the mesh has {mesh.ndim} dimensions: want (shards) or (replicas, shards)")
     classes = {}  # modules that read alike share one: torch.compile then takes all layers for the same code
+    sharded = {}  # by the id of a parameter, itself (nothing else takes its id then) and its shards: what was tied stays tied
     for prefix, sub in module.named_modules():
         read, key = {}, [type(sub)]
         for name, p in [(name, p) for name, p in sub._parameters.items() if p is not None]:
@@ -49,8 +50,10 @@ def fully_shard(module, mesh, *, param_dtype=None, reduce_dtype=torch.float32, r
             if mesh is not None:
                 dim = shard_dim(p.shape, mesh.shape[-1])
                 place = Replicate() if dim is None else Shard(dim)
-                whole = distribute_tensor(p.data, mesh, [Replicate()] * (mesh.ndim - 1) + [place])
-                sub._parameters[name] = nn.Parameter(whole, p.requires_grad)
+                if id(p) not in sharded:
+                    shards = distribute_tensor(p.data, mesh, [Replicate()] * (mesh.ndim - 1) + [place])
+                    sharded[id(p)] = p, nn.Parameter(shards, p.requires_grad)
+                sub._parameters[name] = sharded[id(p)][1]
             read[name] = Read(name, p.ndim, mesh, place, dtype, reduce_dtype, reduce_op)
             key.append((name, p.ndim, str(place), dtype))
         if read:

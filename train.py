@@ -166,8 +166,10 @@ def parse_args(argv):
             args.fsdp = 0  # over all devices, as planned
         if own.batch and not own.per_device_batch:  # the user's, instead of the recipe's
             args.per_device_batch = None
-    if args.batch and args.per_device_batch:  # before the model's own batch stands in
-        raise UsageError(f"--batch {args.batch} is over all devices, --per-device-batch {args.per_device_batch} on each: give one")
+        if own.init_from:  # which has a size
+            args.size = own.size
+    if args.batch and (args.per_device_batch or args.topology):  # before the model's own batch stands in
+        raise UsageError(f"--batch {args.batch} is over all devices, --per-device-batch N on each: give one (with --topology the latter)")
     for name, value in MODELS[args.model].defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -189,12 +191,26 @@ def check_args(args, default):
             (args.split and args.profile, "--profile reads one program: leave out --split"),
             (args.profile and not (span and 3 <= int(span[1]) <= int(span[2]) <= args.steps),
              f"--profile {args.profile} must be START:STOP, from step 3 (two to warm up) to --steps {args.steps}"),
+            (args.picture and not args.picture.endswith((".png", ".svg", ".pdf")),
+             f"--picture {args.picture} must end in .png, .svg or .pdf"),
             (args.seed >= 2**31, f"--seed {args.seed} is too large: below 2147483648"),
             (args.resume and not (args.checkpoint or args.local_checkpoint),
              "--resume needs --checkpoint DIR or --local-checkpoint DIR"),
             (args.target_loss and not args.validate_every, f"--target-loss {args.target_loss} needs --validate-every N")]:
         if wrong:
             raise UsageError(message)
+    for flag in ("report", "picture", "tensorboard", "save_hf", "profile_dir"):  # now, not after minutes of compiling
+        if path := getattr(args, flag):
+            is_file, folder = flag in ("report", "picture"), os.path.dirname(os.path.abspath(path))
+            while not (is_file or os.path.exists(folder)):  # folders are made
+                folder = os.path.dirname(folder)
+            if not (os.path.isdir(folder) and os.access(folder, os.W_OK)) or os.path.exists(path) and os.path.isdir(path) == is_file:
+                raise UsageError(f"--{flag.replace('_', '-')} {path}: there is no writing a {'file' if is_file else 'folder'} there")
+    if args.topology:
+        for flag in ("fsdp", "devices", "coordinator", "num_processes", "process_id", "checkpoint", "local_checkpoint", "resume", "metrics",
+                     "tensorboard", "goodput", "profile", "save_hf", "print_graph", "print_sharding"):
+            if getattr(args, flag) != default(flag):
+                raise UsageError(f"--{flag.replace('_', '-')} trains, and --topology {args.topology} only compiles: leave one out")
     if args.mode != "graph":
         for flag in ("scan", "split", "remat", "offload", "grad_accum", "fsdp", "replicas", "devices", "coordinator",
                      "num_processes", "process_id", "topology", "per_device_batch", "checkpoint", "local_checkpoint", "kernels",
@@ -288,6 +304,11 @@ def build_model(args, config, device_mesh):
     return model
 
 
+def optimizer(args):
+    return graph_trainer.AdamW(lr=args.lr, min_lr=args.lr / 10, warmup=args.warmup, steps=args.steps,
+                               weight_decay=args.weight_decay, clip=args.clip)
+
+
 def build_programs(args, model, opt, device_mesh, mesh):
     """-> the training step, (state, batch) -> (state, metrics), and the evaluation, (params, batch) -> loss,
     captured: two lowering.Programs to lower and compile."""
@@ -299,8 +320,11 @@ def build_programs(args, model, opt, device_mesh, mesh):
         return simple_fsdp.all_sum(x, device_mesh, dims) if device_mesh else x
 
     shape = args.batch // mesh.size, args.seq
-    batch = model.batch_spec(*shape) if hasattr(model, "batch_spec") else {
-        name: torch.empty(shape, dtype=torch.int32, device="meta") for name in ("segment_ids", "targets", "tokens")}
+    try:
+        batch = model.batch_spec(*shape) if hasattr(model, "batch_spec") else {
+            name: torch.empty(shape, dtype=torch.int32, device="meta") for name in ("segment_ids", "targets", "tokens")}
+    except ValueError as e:
+        raise UsageError(f"--seq {args.seq}: {e}") from e
     state = graph_trainer.state_spec(model)
     params = {name: lowering.partition_spec(p) for name, p in model.named_parameters()}
     states, batches = {"m": params, "params": params, "step": P(), "v": params}, {k: P(mesh.axis_names) for k in batch}
@@ -309,7 +333,7 @@ def build_programs(args, model, opt, device_mesh, mesh):
     table = kernel_table(args, mesh.devices.flat[0]) | lowering.collectives(axes)
 
     step = graph_trainer.capture(graph_trainer.train_step(model, opt, psum, args.grad_accum), state, batch)
-    evaluate = graph_trainer.capture(graph_trainer.eval_step(model, psum), state["params"], batch)
+    evaluate = graph_trainer.capture(graph_trainer.eval_step(model, psum, args.grad_accum), state["params"], batch)
 
     def program(graph, in_specs, out_specs, donate=0):
         n = len(graph.gm.graph.find_nodes(op="placeholder"))
@@ -347,11 +371,14 @@ def kernel_table(args, device):
                          "train.py and to kernels.VMEM_MIB, or use --kernels reference")
     chip = CHIPS[device.device_kind][0] if on_tpu and kind == "pallas" else "tpu7x"  # interpreted kernels take tpu7x's limits
 
-    def blocks(prefix):
+    def blocks(prefix, op):
         given = {f.name: n for f in dataclasses.fields(BLOCKS[prefix]) if (n := getattr(args, f"{prefix}_block_{f.name}"))}
+        if given and kinds[op] == "reference":
+            raise UsageError(f"--{prefix}-block-{min(given).replace('_', '-')} is of the Pallas kernel, and {op.replace('_', '-')} runs in XLA: "
+                             "leave it out, or --kernels interpret")
         return BLOCKS[prefix](**given) if given else None
 
-    return kernels.lowerings(kind, **kinds, splash_blocks=blocks("sa"), ce_blocks=blocks("ce"), chip=chip)
+    return kernels.lowerings(kind, **kinds, splash_blocks=blocks("sa", "splash"), ce_blocks=blocks("ce", "fused_ce"), chip=chip)
 
 
 @contextlib.contextmanager
@@ -416,10 +443,8 @@ def train(args):
     if args.profile and int(args.profile.split(":")[0]) < saves.step + 3:
         raise UsageError(f"--profile {args.profile}: --resume goes on after step {saves.step}, START must be {saves.step + 3} or "
                          "later")
-    opt = graph_trainer.AdamW(lr=args.lr, min_lr=args.lr / 10, warmup=args.warmup, steps=args.steps,
-                              weight_decay=args.weight_decay, clip=args.clip)
     with log.lost("compile"), phase("tracing"):
-        step, evaluate = build_programs(args, model, opt, device_mesh, mesh)
+        step, evaluate = build_programs(args, model, optimizer(args), device_mesh, mesh)
     if args.print_graph:
         return print(step.graph.readable())
     if args.offload or args.split:

@@ -171,6 +171,36 @@ def build(*flags):
     return model, step, mesh
 
 
+def test_evaluation_takes_the_batch_in_micro_batches_too():
+    """Rows with unequal numbers of valid targets. 1e-6: another order of a sum in fp32."""
+    model, _, mesh = build("--model", "qwen3_moe", "--layers", "2", "--scan")
+    params = lowering.initial_state(model, mesh, 0)["params"]
+    generator = torch.Generator().manual_seed(0)
+    batch = {name: torch.randint(264, (8, 32), generator=generator, dtype=torch.int32) for name in ("segment_ids", "targets", "tokens")}
+    batch["segment_ids"] = batch["segment_ids"].sort(-1).values // 100
+    batch["targets"] = torch.where(torch.arange(32) < 4 * torch.arange(8)[:, None], -100, batch["targets"])
+    losses = []
+    for n in (1, 4):
+        graph = capture(graph_trainer.eval_step(model, micro_batches=n), graph_trainer.state_spec(model)["params"], batch)
+        losses.append(float(jax.jit(lowering.lower(graph.gm, train.kernels.lowerings()))(*params.values(), *(x.numpy() for x in batch.values()))[0]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [ScanLayers, graph_trainer.UnrolledLayers])
+@pytest.mark.parametrize("change, named", [
+    (lambda layer: setattr(layer, "window", 4), "window is 4, layer 0's None"),
+    (lambda layer: setattr(layer, "weight", nn.Parameter(torch.empty(2, 4))), r"weight is \(\(2, 4\), torch.float32\), layer 0's"),
+    (lambda layer: setattr(layer, "bias", nn.Parameter(torch.empty(4))), "bias is"),
+])
+def test_layers_that_are_not_alike_are_refused(wrap, change, named):
+    layers = nn.ModuleList(nn.Linear(4, 4, bias=False, device="meta") for _ in range(3))
+    wrap(layers)
+    layers = nn.ModuleList(nn.Linear(4, 4, bias=False, device="meta") for _ in range(3))
+    change(layers[2])
+    with pytest.raises(CaptureError, match=f"layer 2's .*{named}"):
+        wrap(layers)
+
+
 def size(piece):
     return len(piece.inputs)
 

@@ -89,10 +89,18 @@ def test_an_op_without_a_lowering_is_named_with_its_line_and_what_to_add():
         lowering.lower(graph.gm)
 
 
+WIDE, HALF = torch.tensor([-2**40]), torch.tensor([0.5], dtype=torch.bfloat16)
+
+
 def test_a_constant_beyond_int32_raises_instead_of_wrapping():
-    graph = capture(lambda: torch.full((2,), 2**40))
-    with pytest.raises(LoweringError, match="aten.full.default.*does not fit int32"):
-        lowering.lower(graph.gm)()
+    for f, named in ((lambda: torch.full((2,), 2**40), "aten.full.default"), (lambda: WIDE + 1, "constant")):
+        with pytest.raises(LoweringError, match=f"{named}.*does not fit int32"):
+            lowering.lower(capture(f).gm)()
+
+
+def test_a_constant_in_bfloat16_is_taken_as_it_is():
+    (out,) = lowering.lower(capture(lambda x: x * HALF, x).gm)(x.numpy())
+    np.testing.assert_array_equal(out, x.numpy() * 0.5)
 
 
 def test_a_lowering_of_the_wrong_shape_is_caught_while_lowering():

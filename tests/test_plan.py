@@ -156,6 +156,11 @@ def test_a_group_that_is_a_part_of_a_torus_has_fewer_links():
     assert plan.link_bandwidth("tpu7x:8x8x16", tpu7x, devices) == plan.link_bandwidth("tpu7x:8x8x16", tpu7x) / 2
 
 
+def test_what_crosses_replicas_takes_the_links_of_their_group():
+    slow, fast = (hlo.total(hlo.Replay(HLO.replace("CYCLES", "1"), CYCLE, V5E.peak, BANDWIDTH | more, 1, None).run()) for more in ({}, {"ici_4": 2 * BANDWIDTH["ici"]}))
+    assert slow["busy", "all-gather"] == pytest.approx(2 * fast["busy", "all-gather"]) and slow["bytes", "ici"] == fast["bytes", "ici"]
+
+
 def test_matmuls_with_a_bias_count_and_micro_batches_save_what_one_of_them_does():
     shapes = (6,), (8, 4), (4, 6), (8, 6)
     gm = graph_trainer.capture(lambda b, x, w, y: [torch.addmm(b, x, w), x @ w], *(torch.empty(s, device="meta") for s in shapes)).gm
@@ -211,6 +216,17 @@ def test_a_plan_of_the_debug_model_has_every_key_and_adds_up(tmp_path, capsys):
     (["scaling", "65", "--recipe", "llama3_8b"], "scaling 65"),
     ([*DEBUG, "--libtpu-init-flags=--xla_tpu_warp_drive=1"], "no flag xla_tpu_warp_drive"),
     ([*DEBUG, "--replicas", "3"], "--replicas 3 does not divide the 4 devices of 1 v5e:2x2"),
+    ([*DEBUG, "--batch", "8"], "--batch 8 is over all devices"),
+    ([*DEBUG, "--fsdp", "1"], "--fsdp trains"),
+    ([*DEBUG, "--print-graph"], "--print-graph trains"),
+    ([*DEBUG, "--init-from", "/nowhere"], "/nowhere"),
+    ([*DEBUG, "--report", "/nowhere/r.json"], "--report /nowhere/r.json"),
+    ([*DEBUG, "--report", "/tmp"], "--report /tmp"),
+    ([*DEBUG, "--picture", "plan.pn"], "--picture plan.pn must end in"),
+    (["batch", *DEBUG, "--report", "r.json"], "leave them out with batch"),
+    (["scaling", "64", *DEBUG], "scaling v5e:2x2"),
+    (["--topology", "v5e:2x2", "--model", "flux"], "--seq 256: "),
+    (["--recipe", "llama3_8b", "--kernels", "reference", "--sa-block-q", "128", "--size", "debug"], "--sa-block-q is of the Pallas kernel"),
 ])
 def test_what_cannot_be_is_one_clear_line(argv, says, capsys):
     assert plan.main(argv) == 2
@@ -324,7 +340,7 @@ def test_heads_are_split_after_their_matmul_and_few_matrices_are_summed_by_adds(
 
 def test_recipes_are_flags_that_the_parser_takes_and_later_ones_override():
     for name in recipes.RECIPES:
-        command, args = plan.parse(["batch", "--recipe", name, "--seq", "4096", "--report", "r.json"])
+        command, args = plan.parse(["batch", "--recipe", name, "--seq", "4096"])
         assert command == "batch" and args.seq == 4096 and args.scan and args.topology == recipes.RECIPES[name].topology
     with pytest.raises(UsageError):
         plan.parse(["--recipe", "llama3_8b", "--no-such-flag"])
@@ -386,13 +402,13 @@ def test_hardware_flops_of_plain_matmuls_are_exact_in_loops_too():
 def test_a_step_of_several_programs_is_the_sum_of_its_calls_and_the_largest_memory(monkeypatch):
     argv = ["--topology", "v5e:2x2", "--model", "llama3", "--layers", "1", "--seq", "128", "--kernels", "reference"]
     whole, phases = plan.report(plan.parse(argv)[1])
-    build = train.build_programs
+    build, resident = train.build_programs, [1000]
 
     class Parts:
         def __init__(self, step):
             self.graph = step.graph
             (_, piece, _), = step.parts()
-            piece.resident_bytes = 1000
+            piece.resident_bytes = resident[-1]
             self.parts = lambda: [("one", piece, 1), ("two", piece, 3)]
 
     monkeypatch.setattr(train, "build_programs", lambda *args: (Parts(build(*args)[0]), None))
@@ -401,3 +417,20 @@ def test_a_step_of_several_programs_is_the_sum_of_its_calls_and_the_largest_memo
     assert r["hardware_flops"] == 4 * whole["hardware_flops"]
     assert r["hbm_bytes"] == whole["hbm_bytes"] + 1000
     assert [name.split()[0] for name, _ in parts] == ["one"] * len(phases) + ["two"] * len(phases)
+    resident.append(V5E.hbm)
+    with pytest.raises(lowering.DoesNotFit, match="of 16.91 GB"):
+        plan.report(plan.parse(argv)[1])
+
+
+def test_flags_compares_the_bits_of_a_step_on_devices_that_are_here(capsys):
+    argv = "flags --model llama3 --layers 1 --seq 64 --batch 2 --val-batches 1".split()
+    assert plan.main([*argv, "--libtpu-init-flags=--xla_cpu_enable_fast_min_max=true"]) is None
+    assert capsys.readouterr().out.splitlines()[-1] == "free: the same bits"
+    assert plan.main([*argv, "--libtpu-init-flags=--xla_nope=1"]) == 2
+    assert capsys.readouterr().err == "plan.py: error: with flags: this compiler has no flag xla_nope\n"
+
+
+def test_clipping_is_planned_as_it_is_trained(monkeypatch):
+    seen = []
+    monkeypatch.setattr(train, "build_programs", lambda args, model, opt, *rest: seen.append(opt) or (_ for _ in ()).throw(UsageError("enough")))
+    assert plan.main([*DEBUG, "--clip", "0"]) == 2 and seen[0].clip == 0

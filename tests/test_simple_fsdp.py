@@ -146,17 +146,25 @@ from torch.nn.parallel import DistributedDataParallel
 import simple_fsdp
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-plain, ours = model(), model()
-ours.load_state_dict(plain.state_dict())
-simple_fsdp.fully_shard(ours, init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
-reference = DistributedDataParallel(plain)
-torch.manual_seed(dist.get_rank())
-x = torch.randn(4, 8)
-for m in (reference, ours):
-    m(x).square().mean().backward()
-for (name, p), q in zip(plain.named_parameters(), ours.parameters()):
-    torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+def mlp():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+def tied():
+    m = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+    m[1].weight = m[0].weight
+    return m
+for model, inputs in (tied, lambda: torch.randint(16, (4,))), (mlp, lambda: torch.randn(4, 8)):
+    plain, ours = model(), model()
+    ours.load_state_dict(plain.state_dict())
+    simple_fsdp.fully_shard(ours, init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+    reference = DistributedDataParallel(plain)
+    torch.manual_seed(dist.get_rank())
+    x = inputs()
+    for m in (reference, ours):
+        m(x).square().mean().backward()
+    assert len(list(ours.parameters())) == len(list(plain.parameters()))
+    for p, q in zip(plain.parameters(), ours.parameters()):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+    torch.manual_seed(0)
 state = ours.state_dict()
 assert state["0.weight"].to_local().shape == (8, 8) and state["2.bias"].to_local().shape == (3,)
 print("fine")

@@ -105,13 +105,17 @@ BAD = {
     "--metrics /nowhere/m.jsonl": "--metrics /nowhere/m.jsonl",
     "--model flux --tokenizer t.json": "--tokenizer t.json: --model flux reads no text",
     "--model flux --data /nowhere": "--data /nowhere holds 0 rows",
-    "--batch 8 --per-device-batch 2": "--batch 8 is over all devices, --per-device-batch 2 on each: give one",
+    "--batch 8 --per-device-batch 2": "--batch 8 is over all devices, --per-device-batch N on each: give one",
     "--per-device-batch -3": "argument --per-device-batch: -3 is not a positive number",
     "--mode eager --per-device-batch 2": "--per-device-batch needs --mode graph (got --mode eager)",
+    "--sa-block-q 128": "--sa-block-q is of the Pallas kernel, and splash runs in XLA",
+    "--kernels interpret --no-fused-ce --ce-block-vocab 128": "--ce-block-vocab is of the Pallas kernel, and fused-ce runs in XLA",
+    "--save-hf /proc/cpuinfo/hf": "--save-hf /proc/cpuinfo/hf: there is no writing a folder there",
+    "--tensorboard /proc/cpuinfo": "--tensorboard /proc/cpuinfo: there is no writing a folder there",
     "--seed 9999999999": "--seed 9999999999 is too large",
     "--checkpoint gs://bucket/run": "gs://bucket/run: checkpoints go to a mounted folder",
     "--topology v5e:2x2 --metrics m.jsonl": "--metrics trains, and --topology v5e:2x2 only compiles",
-    "--topology v5e:2x2 --batch 64": "--batch 64: plan.py plans rows a device, say --per-device-batch",
+    "--topology v5e:2x2 --batch 64": "--batch 64 is over all devices, --per-device-batch N on each: give one (with --topology the latter)",
     "--topology v5e:2x2 --per-device-batch 3 --grad-accum 2": "--grad-accum 2 does not divide a device's 3 rows",
 }
 
@@ -120,6 +124,11 @@ def test_a_batch_after_a_recipe_takes_the_place_of_the_recipes_own():
     assert train.parse_args("--recipe llama3_8b --batch 64".split()).per_device_batch is None
     assert train.parse_args("--recipe llama3_8b --batch 64".split()).batch == 64
     assert train.parse_args("--recipe llama3_8b --per-device-batch 3".split()).per_device_batch == 3
+
+
+def test_real_weights_have_their_size_with_a_recipe_too():
+    args = train.parse_args(["--recipe", "llama3_8b", "--init-from", "dir"])
+    assert args.size == "debug" and train.parse_args(["--recipe", "llama3_8b"]).size == "8b"
 
 
 def test_each_model_has_its_own_batch_and_learning_rate_where_none_is_given():
