@@ -24,7 +24,6 @@ import torch.nn.functional as F
 import checkpoint
 import data
 import graph_trainer
-import kernels
 import train
 from train import count
 
@@ -201,17 +200,13 @@ def parse_args(argv):
     return argparse.Namespace(**vars(train.parse_args(["--model", args.model, "--dtype", "float32"])) | vars(args))
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        if argv[:1] in (["kernels"], ["tune"]):  # in the TPU compiler's cycles
-            import bench_kernels
-            return bench_kernels.main(argv)
-        args = parse_args(argv)
-        {"step": bench_step, "compile": bench_compile, "save": bench_save}[args.what](args)
-    except (train.UsageError, data.DataError, graph_trainer.CaptureError, lowering.LoweringError, kernels.KernelError) as e:
-        print(f"bench.py: error: {e}", file=sys.stderr)
-        return 2
+@train.command
+def main(argv):
+    if argv[:1] in (["kernels"], ["tune"]):  # in the TPU compiler's cycles
+        import bench_kernels
+        return bench_kernels.main(argv)
+    args = parse_args(argv)
+    {"step": bench_step, "compile": bench_compile, "save": bench_save}[args.what](args)
 
 
 if __name__ == "__main__":

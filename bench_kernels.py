@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.experimental import topologies
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import SingleDeviceSharding
 
 import kernels
+import plan
 from train import MODELS, UsageError
 
 MXU_FLOPS = {"v5e": 131072, "v5p": 131072, "v6e": 524288, "tpu7x": 524288}  # a cycle of one core: peak / clock / cores
@@ -155,8 +155,7 @@ def measure(fn, args, kernel_blocks, sizes, topology, name=None):
     chip, results, ours = topology.split(":")[0], {}, name is None
     for f in glob.glob(f"{FOLDER.name}/*"):
         os.remove(f)
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    jax.jit(fn, in_shardings=SingleDeviceSharding(device)).lower(*args).compile()
+    jax.jit(fn, in_shardings=SingleDeviceSharding(plan.topology_devices(topology)[0])).lower(*args).compile()
     for kernel, blocks in kernel_blocks.items():
         slots, parts = read_dump(FOLDER.name, name or kernel)
         flops, steps, runs, n_ends, parallel = work(kernel, sizes, blocks, ours, chip)
@@ -300,9 +299,5 @@ def main(argv):
     os.environ["LIBTPU_INIT_ARGS"] = (
         f"--xla_jf_dump_to={FOLDER.name} --xla_jf_dump_llo_pass_label_regex=final.* "
         f"--xla_tpu_scoped_vmem_limit_kib={kernels.VMEM_MIB[chip] << 10}")
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-    try:
-        topologies.get_topology_desc(platform="tpu", topology_name=args.topology)
-    except jax.errors.JaxRuntimeError as e:
-        raise UsageError(f"--topology {args.topology}: the compiler does not know it: {str(e).splitlines()[0][:200]}") from e
+    plan.topology_devices(args.topology)  # raises for one that the compiler does not know
     {"kernels": kernels_command, "tune": tune}[args.command](args)

@@ -98,16 +98,10 @@ def first_line(e):
 
 
 class Program:
-    """Stands where graph mode has a lowering.Program; XLA compiles in the first step."""
+    """Stands where graph mode has a compiled lowering.Program; XLA compiles in the first step."""
 
     def __init__(self, fn, device):
         self.fn, self.device = fn, device
-
-    def lower(self):
-        pass
-
-    def compile(self, options=None):
-        pass
 
     def __call__(self, *args):
         # jax.Arrays (the initial state, batches) move to the device; the state then stays there

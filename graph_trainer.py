@@ -1,7 +1,7 @@
 """The whole training step as one FX graph: forward, loss, backward, clipping, AdamW.
 
     graph = capture(train_step(model, AdamW(lr=3e-4)), state, batch)
-    print(graph.readable())
+    graph.gm.print_readable()
 
 Notable features:
 - make_fx on fake tensors: nothing is allocated, so 405B parameters trace on a laptop
@@ -26,7 +26,7 @@ import torch.nn as nn
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode, disable_proxy_modes_tracing, get_proxy_mode, make_fx, track_tensor_tree)
 from torch.nn.utils.stateless import _reparametrize_module
@@ -50,10 +50,6 @@ class Graph:
     gm: torch.fx.GraphModule
     in_spec: object
     out_spec: object
-    outputs: list  # fake tensors
-
-    def readable(self):
-        return self.gm.print_readable(print_output=False)
 
 
 def capture(fn, *args):
@@ -75,7 +71,7 @@ def capture(fn, *args):
     with detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True):  # a scan body is captured while the step is
         fakes = [torch.empty(x.shape, dtype=x.dtype) for x in flat]
     gm = trace(flat_fn, fakes)
-    return Graph(gm, in_spec, out_spec, values_of(gm))
+    return Graph(gm, in_spec, out_spec)
 
 
 def values_of(gm):
@@ -138,7 +134,7 @@ def functionalize(gm):
     done = set()
     for node in gm.graph.nodes:
         done.add(node)
-        if node.op != "call_function" or not mutates(node):
+        if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
             continue
         base = node.args[0]
         if base.op != "call_function" or is_view(base) or any(is_view(user) for user in base.users):
@@ -158,11 +154,6 @@ def turn_once(gm):
     for node in gm.graph.nodes:
         if turns(node) and turns(node.args[0]):
             node.replace_all_uses_with(node.args[0].args[0])
-
-
-def mutates(node):
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def is_view(node):
@@ -217,9 +208,9 @@ def train_step(model, opt, psum=lambda x, dims=None: x, micro_batches=1):
     micro_batches: how many the batch's rows are taken as, one after the other (see accumulate).
     metrics: loss, aux_loss, grad_norm (before clipping, of the whole model), lr: fp32 scalars.
     """
-    shards = {name: shard_axes(p) for name, p in model.named_parameters()}
+    shards = {name: tuple(axis for axis in lowering.partition_spec(p) if axis) for name, p in model.named_parameters()}
     # Decay matrices, not norms and biases: by the layer's own shape, without scan's leading dimension.
-    decay = {name: p.ndim - is_stacked(name) >= 2 for name, p in model.named_parameters()}
+    decay = {name: p.ndim - (".stack." in name) >= 2 for name, p in model.named_parameters()}
 
     def step(state, batch):
         params = {name: p.requires_grad_() for name, p in state["params"].items()}
@@ -310,26 +301,9 @@ def eval_step(model, psum=lambda x, dims=None: x, micro_batches=1):
 
 def state_spec(model):
     """The training state of a (sharded, scanned, meta) model as this device's meta tensors."""
-    def local(p):
-        p = p.to_local() if isinstance(p, DTensor) else p
-        return torch.empty(p.shape, dtype=torch.float32, device="meta")
-
-    def tree():
-        return {name: local(p) for name, p in model.named_parameters()}
-
-    return {"m": tree(), "params": tree(), "step": torch.empty((), dtype=torch.int32, device="meta"), "v": tree()}
-
-
-def is_stacked(name):
-    """Whether ScanLayers stacked this parameter."""
-    return ".stack." in name
-
-
-def shard_axes(p):
-    """Names of the mesh dimensions over which a parameter is sharded."""
-    if not isinstance(p, DTensor):
-        return ()
-    return tuple(axis for axis, place in zip(p.device_mesh.mesh_dim_names, p.placements) if isinstance(place, Shard))
+    shapes = {name: (p.to_local() if isinstance(p, DTensor) else p).shape for name, p in model.named_parameters()}
+    m, params, v = ({name: torch.empty(s, dtype=torch.float32, device="meta") for name, s in shapes.items()} for _ in range(3))
+    return {"m": m, "params": params, "step": torch.empty((), dtype=torch.int32, device="meta"), "v": v}
 
 
 # ------------------------------------------------------------ ops that hold a graph, ops that mark a place
@@ -422,7 +396,7 @@ class ScanLayers(nn.Module):
         self.stack = layers[0]
         for sub in self.stack.modules():
             for name, p in sub._parameters.items():
-                sub._parameters[name] = p if p is None else stack_meta(p, self.n_layers)
+                sub._parameters[name] = p if p is None else nn.Parameter(torch.stack([p.data] * self.n_layers))
 
     def forward(self, x, *consts):
         params = [p for _, p in self.stack.named_parameters()]
@@ -471,19 +445,10 @@ def check_alike(layers):
 
     first = facts(layers[0])
     for i, layer in enumerate(layers):
-        if other := dict(facts(layer).items() ^ first.items()):
-            name = min(other)
-            raise CaptureError(f"layer {i}'s {name} is {facts(layer).get(name)}, layer 0's {first.get(name)}: --scan, --remat and --split "
+        own = facts(layer)
+        if name := next((name for name in first | own if own.get(name) != first.get(name)), None):
+            raise CaptureError(f"layer {i}'s {name} is {own.get(name)}, layer 0's {first.get(name)}: --scan, --remat and --split "
                                "take layers that differ in their weights only (muse_glimmer.py makes groups of layers alike)")
-
-
-def stack_meta(p, n):
-    """A meta parameter with a leading layer dimension, sharded as before behind it."""
-    if not isinstance(p, DTensor):
-        return nn.Parameter(torch.empty((n, *p.shape), dtype=p.dtype, device="meta"))
-    local = torch.empty((n, *p.to_local().shape), dtype=p.dtype, device="meta")
-    placements = [Shard(place.dim + 1) if isinstance(place, Shard) else place for place in p.placements]
-    return nn.Parameter(DTensor.from_local(local, p.device_mesh, placements, run_check=False))
 
 
 @dataclass
@@ -534,9 +499,7 @@ def trace_bodies(module, x, params, consts, remat, offload=False):
             and not is_view(n) and not op_name(n).startswith("aten._to_copy")}
     keep = (keep | {x}) & ancestors(grads, keep)
     saved = [n for n in gm.graph.nodes if n in keep]
-    forward = subgraph(gm, [x, *params, *consts], [*outs, *saved])
-    if offload:
-        hosted(forward, len(saved))
+    forward = subgraph(gm, [x, *params, *consts], [*outs, *saved], hosted=len(saved) if offload else 0)
     backward = subgraph(gm, [grad_x, *sums, *saved, *params, *grad_ys, *consts], grads)
     return Bodies(subgraph(gm, [x, *params, *consts], outs), forward, backward, len(outs), differentiable, learned)
 
@@ -564,8 +527,9 @@ def ancestors(nodes, stop):
     return found
 
 
-def subgraph(gm, inputs, outputs):
-    """The part of gm's graph that computes `outputs` from `inputs` (nodes of it), as a GraphModule."""
+def subgraph(gm, inputs, outputs, hosted=0):
+    """The part of gm's graph that computes `outputs` from `inputs` (nodes of it), as a GraphModule. The last `hosted` outputs go
+    to host memory."""
     needed = ancestors(outputs, set(inputs))
     graph = torch.fx.Graph()
     env = {node: graph.placeholder(node.name) for node in inputs}
@@ -574,21 +538,12 @@ def subgraph(gm, inputs, outputs):
     for node in gm.graph.nodes:
         if node in needed and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
-    graph.output([env[node] for node in outputs])
+    results = [env[node] for node in outputs]
+    for i in range(len(results) - hosted, len(results)):
+        results[i] = graph.call_function(torch.ops.tpu.to_host.default, (results[i],))
+        results[i].meta = dict(outputs[i].meta)
+    graph.output(results)
     return torch.fx.GraphModule(gm, graph)
-
-
-def hosted(body, n):
-    """Sends a body's last n results to host memory."""
-    output = body.graph.output_node()
-    results = list(output.args[0])
-    for i in range(len(results) - n, len(results)):
-        with body.graph.inserting_before(output):
-            node = body.graph.call_function(torch.ops.tpu.to_host.default, (results[i],))
-        node.meta = dict(results[i].meta)
-        results[i] = node
-    output.args = (results,)
-    body.recompile()
 
 
 class LayerFunction(torch.autograd.Function):
@@ -631,10 +586,10 @@ class LayerFunction(torch.autograd.Function):
 # ------------------------------------------------------------------------------- graph split
 
 
-def split(graph, is_data):
+def split(graph, n_data):
     """Cuts a captured graph at its boundary nodes -> [lowering.Stage, ...], to be run in order.
 
-    is_data: for each of the graph's flat inputs, whether it is of the batch. What depends on no data (gathered weights,
+    n_data: how many of the graph's flat inputs, the last ones, are the batch. What depends on no data (gathered weights,
     rotary tables, the learning rate) is computed anew in each stage that needs it; all else runs in the earliest
     stage that has its inputs. With clipping no update can come before the last gradient (the clip is a boundary): the
     updates are then cut by the stage that their gradient comes from. Without, they are part of that stage.
@@ -642,7 +597,7 @@ def split(graph, is_data):
     gm = graph.gm
     position = {node: i for i, node in enumerate(gm.graph.nodes)}
     inputs, outputs = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node().args[0]
-    data = {node for node, is_its in zip(inputs, is_data) if is_its}
+    data = set(inputs[-n_data:])
     data |= depend_on(data, gm) - {gm.graph.output_node()}
     stage, clip = {}, math.inf
     for node in position:

@@ -20,6 +20,7 @@ ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](?:\{[^}]*?(?:S\((\d+)\))?
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
                "collective-broadcast")
 COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice", "async")
+KINDS = {"splash": "attention", "cross_entropy": "loss", "grouped": "experts"}  # what kernels.py computes, by its ops' names
 FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id", "replica-id", "iota",
         "recv", "send-done", "opt-barrier", "domain")
 
@@ -187,8 +188,7 @@ class Replay:
             s = traffic / self.bandwidth["hbm"]
             counts["guessed", "ops"] += s
         s = max(s, matmul_flops(inside, ops) / self.peak)
-        kinds = {"splash": "attention", "cross_entropy": "loss", "grouped": "experts"}
-        return next((k for word, k in kinds.items() if word in scope), "matmul" if has_matmul(inside) else "elementwise"), s
+        return next((k for word, k in KINDS.items() if word in scope), "matmul" if has_matmul(inside) else "elementwise"), s
 
 
 def has_matmul(inside):

@@ -163,12 +163,16 @@ class Block(nn.Module):
 
 
 class Layers(nn.ModuleList):
-    """The decoder layers in order. `--scan` puts one loop in this place (graph_trainer.ScanLayers)."""
+    """Layers in order: layer(x, *consts) -> x, or (x, *ys) with ys stacked over layers in the result. `--scan` puts one loop in
+    this place (graph_trainer.ScanLayers)."""
 
     def forward(self, x, *consts):
+        ys = []
         for layer in self:
-            x = layer(x, *consts)
-        return x
+            out = layer(x, *consts)
+            x, *y = out if isinstance(out, tuple) else (out,)
+            ys.append(y)
+        return (x, *map(torch.stack, zip(*ys))) if ys[0] else x
 
 
 def gpt2_init(name, n_layers):
@@ -192,7 +196,9 @@ def next_token_loss(targets, x, weight, psum, multiplier=1.0, softcap=0.0):
 
 
 class Llama3(nn.Module):
-    sizes, Config = SIZES, Config
+    """Qwen3 and Qwen3-MoE are this with parts of their own."""
+
+    sizes, Config, Block, Attention, MLP = SIZES, Config, Block, Attention, MLP
     defaults = {"batch": 8, "lr": 1e-3}  # train.py's
     keep_fp32 = ()
     hf_type = "llama"  # model_type of config.json
@@ -202,7 +208,7 @@ class Llama3(nn.Module):
         super().__init__()
         c = self.config = config
         self.embed_tokens = nn.Embedding(c.vocab, c.dim)
-        self.layers = Layers(Block(c, Attention(c), MLP(c)) for _ in range(c.n_layers))
+        self.layers = Layers(self.Block(c, self.Attention(c), self.MLP(c)) for _ in range(c.n_layers))
         self.norm = RMSNorm(c.dim, c.norm_eps)
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
 

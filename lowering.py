@@ -55,8 +55,8 @@ class DoesNotFit(LoweringError):
     """The program needs more HBM than a device has: by how much, and the compiler's own words."""
 
     def __init__(self, excess, words=""):
-        super().__init__(f"does not fit a device: {excess}. Levers: smaller --per-device-batch or --seq, --scan, Pallas attention and "
-                         f"loss, --offload, more chips\n{words}")
+        super().__init__(f"does not fit a device: {excess}. Levers: smaller --per-device-batch or --seq, --scan, Pallas attention "
+                         f"and loss, --offload, more chips\n{words}")
 
 
 # ---------------------------------------------------------------------------------------------- the table
@@ -119,27 +119,18 @@ def _slice(x, dim=0, start=None, end=None, step=1):
     return x[tuple(index)]
 
 
+def _select(x, dim, index):
+    return lax.index_in_dim(x, index, dim, keepdims=False)
+
+
 def _split(x, sizes, dim=0):
-    if isinstance(sizes, int):
-        sizes = [sizes] * -(-x.shape[dim] // sizes)
-    ends = [sum(sizes[:i + 1]) for i in range(len(sizes) - 1)]
+    ends = np.arange(sizes, x.shape[dim], sizes) if isinstance(sizes, int) else np.cumsum(sizes)[:-1]
     return jnp.split(x, ends, axis=dim)
 
 
-def _slice_backward(grad, shape, dim, start, end, step):
-    pads = [(0, 0, 0)] * grad.ndim
-    start = min(start if start >= 0 else start + shape[dim], shape[dim])
-    last = start + (grad.shape[dim] - 1) * step + 1
-    pads[dim] = (start, shape[dim] - last, step - 1)
-    return lax.pad(grad, jnp.zeros((), grad.dtype), pads)
-
-
-def _select_backward(grad, shape, dim, index):
-    return _slice_backward(jnp.expand_dims(grad, dim), shape, dim, index, index + 1, 1)
-
-
-def _index(x, indices):
-    return x[tuple(slice(None) if i is None else i for i in indices)]
+def _gradient(f, shape, grad):
+    """Of the argument, of this shape, of a linear f."""
+    return jax.linear_transpose(f, jax.ShapeDtypeStruct(shape, grad.dtype))(grad)[0]
 
 
 def _index_put(x, indices, values, accumulate=False):
@@ -176,10 +167,6 @@ def _div_trunc(x, y):
     return lax.div(x, y) if jnp.issubdtype(jnp.result_type(x, y), jnp.integer) else jnp.trunc(x / y)
 
 
-def _sign(x):
-    return jnp.where(jnp.isnan(x), jnp.zeros_like(x), jnp.sign(x))  # PyTorch: NaN has no sign
-
-
 def _cumsum(x, dim, dtype=None):
     widens = dtype is None and not jnp.issubdtype(x.dtype, jnp.floating)  # to int64
     return jnp.cumsum(x.astype(jnp.int32) if widens else _cast(x, dtype), dim)
@@ -191,29 +178,14 @@ def _arange(start, end, step=1, dtype=None, **layout):
 
 
 def _topk(x, k, dim=-1, largest=True, sorted=True):
-    x = jnp.moveaxis(x, dim, -1)
     flip = (lambda x: x) if largest else jnp.negative if jnp.issubdtype(x.dtype, jnp.floating) else jnp.invert
-    values, indices = lax.top_k(flip(x), k)
-    values = flip(values)
-    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(indices, -1, dim)
+    values, indices = lax.top_k(flip(x), k, axis=dim)
+    return flip(values), indices
 
 
 def _sort(x, dim=-1, descending=False, stable=True):
     order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
     return jnp.take_along_axis(x, order, axis=dim), order
-
-
-def _sum_to_softmax(grad, y, dim, dtype):
-    return y * (grad - (grad * y).sum(dim, keepdims=True))
-
-
-def _silu_backward(grad, x):
-    s = jax.nn.sigmoid(x)
-    return grad * s * (1 + x * (1 - s))
-
-
-def _clamp(x, low=None, high=None):
-    return jnp.clip(x, low, high)
 
 
 def _call(body, args, late):
@@ -253,64 +225,45 @@ TABLE = {
     "aten.fill.Scalar": lambda x, value: jnp.full_like(x, value),
     "aten.div.Tensor_mode": lambda x, y, rounding_mode: {
         None: jnp.divide, "floor": jnp.floor_divide, "trunc": _div_trunc}[rounding_mode](x, y),
-    "aten.floor_divide.default": jnp.floor_divide,
     "aten.remainder.Scalar": jnp.remainder,
     "aten.neg.default": jnp.negative,
-    "aten.abs.default": jnp.abs,
-    "aten.sgn.default": _sign,
-    "aten.sign.default": _sign,
-    "aten.square.default": jnp.square,
-    "aten.sqrt.default": jnp.sqrt,
+    "aten.sgn.default": lambda x: jnp.sign(jnp.nan_to_num(x)),  # PyTorch: NaN has no sign
+    "aten.sign.default": lambda x: jnp.sign(jnp.nan_to_num(x)),
     "aten.rsqrt.default": lax.rsqrt,
-    "aten.reciprocal.default": jnp.reciprocal,
-    "aten.exp.default": jnp.exp,
-    "aten.log.default": jnp.log,
-    "aten.sin.default": jnp.sin,
-    "aten.cos.default": jnp.cos,
-    "aten.tanh.default": jnp.tanh,
     "aten.sigmoid.default": jax.nn.sigmoid,
     "aten.silu.default": jax.nn.silu,
     "aten.pow.Tensor_Scalar": lambda x, y: lax.integer_pow(x, int(y)) if y % 1 == 0 else x ** y,
     "aten.pow.Tensor_Tensor": jnp.power,
     "aten.pow.Scalar": jnp.power,
-    "aten.minimum.default": jnp.minimum,
-    "aten.maximum.default": jnp.maximum,
-    "aten.clamp.default": _clamp,
+    "aten.clamp.default": jnp.clip,
     "aten.clamp_min.default": jnp.maximum,
     "aten.clamp_max.default": jnp.minimum,
     "aten.lerp.Scalar": lambda x, y, w: x + w * (y - x),
     "aten.where.self": jnp.where,
-    "aten.where.ScalarOther": jnp.where,
     "aten.masked_fill.Scalar": lambda x, mask, value: jnp.where(mask, value, x),
-    "aten.isfinite.default": jnp.isfinite,
     "aten.bitwise_and.Tensor": lambda x, y: x & y,
     "aten.bitwise_or.Tensor": lambda x, y: x | y,
     "aten.bitwise_not.default": lambda x: ~x,
-    "aten.logical_and.default": jnp.logical_and,
-    "aten.logical_not.default": jnp.logical_not,
     # shapes
     "aten.view.default": _reshape,
     "aten._unsafe_view.default": _reshape,
-    "aten.reshape.default": _reshape,
     "aten.t.default": _t,
     "aten.transpose.int": jnp.swapaxes,
     "aten.permute.default": jnp.transpose,
     "aten.expand.default": lambda x, shape: jnp.broadcast_to(
         x, [n if n != -1 else x.shape[i - len(shape) + x.ndim] for i, n in enumerate(shape)]),
     "aten.unsqueeze.default": jnp.expand_dims,
-    "aten.squeeze.default": jnp.squeeze,
     "aten.squeeze.dim": lambda x, dim: jnp.squeeze(x, dim) if x.shape[dim] == 1 else x,
     "aten.squeeze.dims": lambda x, dims: jnp.squeeze(x, tuple(d for d in dims if x.shape[d] == 1)),
-    "aten.flip.default": jnp.flip,
     "aten.cat.default": lambda xs, dim=0: jnp.concatenate(xs, dim),
     "aten.stack.default": lambda xs, dim=0: jnp.stack(xs, dim),
     "aten.split.Tensor": _split,
     "aten.split_with_sizes.default": _split,
     "aten.unbind.int": lambda x, dim=0: [jnp.squeeze(s, dim) for s in jnp.split(x, x.shape[dim], dim)],
     "aten.slice.Tensor": _slice,
-    "aten.slice_backward.default": _slice_backward,
-    "aten.select.int": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
-    "aten.select_backward.default": _select_backward,
+    "aten.slice_backward.default": lambda grad, shape, *at: _gradient(lambda x: _slice(x, *at), shape, grad),
+    "aten.select.int": _select,
+    "aten.select_backward.default": lambda grad, shape, *at: _gradient(lambda x: _select(x, *at), shape, grad),
     "aten.clone.default": lambda x, memory_format=None: x,
     "aten.detach.default": lambda x: x,
     "aten.alias.default": lambda x: x,
@@ -332,7 +285,6 @@ TABLE = {
     # matmuls
     "aten.mm.default": jnp.matmul,
     "aten.bmm.default": jnp.matmul,
-    "aten.dot.default": jnp.dot,
     "aten.addmm.default": lambda b, x, y, beta=1, alpha=1: beta * b + alpha * (x @ y),
     # reductions
     "aten.sum.default": lambda x, dtype=None: _cast(x, dtype).sum(),
@@ -341,12 +293,11 @@ TABLE = {
     "aten.mean.dim": _reduce(jnp.mean),
     "aten.amax.default": _reduce(jnp.max),
     "aten.argmax.default": lambda x, dim=None, keepdim=False: jnp.argmax(x, dim, keepdims=keepdim),
-    "aten.any.default": jnp.any,
     "aten.cumsum.default": _cumsum,
     # indexing
     "aten.embedding.default": lambda w, ids, *rest: jnp.take(w, ids, axis=0),
     "aten.embedding_dense_backward.default": _embedding_backward,
-    "aten.index.Tensor": _index,
+    "aten.index.Tensor": lambda x, indices: x[tuple(slice(None) if i is None else i for i in indices)],
     "aten.index_put.default": _index_put,
     "aten.gather.default": lambda x, dim, index, sparse_grad=False: x[_along(index, dim)],
     "aten.scatter.src": _scatter,
@@ -357,14 +308,14 @@ TABLE = {
     "aten.sort.stable": lambda x, stable=True, dim=-1, descending=False: _sort(x, dim, descending),
     # nn
     "aten._softmax.default": _softmax(jax.nn.softmax),
-    "aten._softmax_backward_data.default": _sum_to_softmax,
+    "aten._softmax_backward_data.default": lambda grad, y, dim, dtype:
+        y * (grad - (grad * y).sum(dim, keepdims=True)),
     "aten._log_softmax.default": _softmax(jax.nn.log_softmax),
     "aten._log_softmax_backward_data.default": lambda grad, y, dim, dtype:
         grad - jnp.exp(y) * grad.sum(dim, keepdims=True),
     "aten.gelu.default": lambda x, approximate="none": jax.nn.gelu(x, approximate == "tanh"),
     "aten.gelu_backward.default": lambda grad, x, approximate="none":
         jax.vjp(lambda x: jax.nn.gelu(x, approximate == "tanh"), x)[1](grad)[0],
-    "aten.silu_backward.default": _silu_backward,
     "aten.sigmoid_backward.default": lambda grad, y: grad * y * (1 - y),
     "aten.tanh_backward.default": lambda grad, y: grad * (1 - y * y),
     # graph_trainer's: control flow, and marks; where the host's memory is the device's, nothing moves
@@ -378,6 +329,9 @@ TABLE = {
 for op, f in {"eq": jnp.equal, "ne": jnp.not_equal, "lt": jnp.less, "le": jnp.less_equal, "gt": jnp.greater,
               "ge": jnp.greater_equal}.items():
     TABLE[f"aten.{op}.Scalar"] = TABLE[f"aten.{op}.Tensor"] = f
+for op in ("floor_divide", "abs", "sqrt", "reciprocal", "exp", "log", "sin", "cos", "tanh", "minimum", "maximum",
+           "logical_and", "logical_not", "squeeze", "flip", "dot", "any"):  # jax.numpy has them by the same name
+    TABLE[f"aten.{op}.default"] = getattr(jnp, op)
 for op in ("add", "sub", "mul", "div"):
     TABLE[f"aten.{op}.Scalar"] = TABLE[f"aten.{op}.Tensor"]
 
@@ -432,8 +386,7 @@ def check(gm, table):
             check(value, table)
         if node.op != "call_function":
             continue
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
+        if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
             raise LoweringError(f"in-place op {node.target} at {source(node)}: graph_trainer.functionalize first")
         if str(node.target) not in table:
             raise LoweringError(f"no lowering for {node.target} at {source(node)}: add a line "
@@ -690,11 +643,7 @@ def initial_state(model, mesh, seed):
         x = jax.vmap(lambda key: mean + std * jax.random.normal(key, shape))(keys)
         return lax.with_sharding_constraint(x if stacked else x[0], NamedSharding(mesh, spec))
 
-    @functools.partial(jax.jit, static_argnames=("shape", "spec"))
-    def zeros(shape, spec):
-        return lax.with_sharding_constraint(jnp.zeros(shape), NamedSharding(mesh, spec))
-
-    params, m, v = {}, {}, {}
+    params = {}
     for name, p in model.named_parameters():
         spec, shape = partition_spec(p), tuple(p.shape)
         head, layer, tail = re.fullmatch(r"(?:(.*?)\.(\d+|stack)\.)?(.*)", name).groups()
@@ -703,7 +652,7 @@ def initial_state(model, mesh, seed):
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(f"{head}.{tail}".encode()))
         keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.array(layers))
         params[name] = draw(keys, *model.init(name), shape[stacked:], spec, stacked)
-        m[name], v[name] = zeros(shape, spec), zeros(shape, spec)
+    m, v = ({name: jnp.zeros_like(p) for name, p in params.items()} for _ in range(2))  # each shard on its device
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, P()))
     return {"m": m, "params": params, "step": step, "v": v}
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
+import llama3
 from kernels import splash_attention
 from llama3 import HF_FIELDS, MLP, Layers, next_token_loss, normalize, read_hf, rope_table, rotate
 
@@ -89,17 +90,13 @@ class RMSNorm(nn.Module):
         return (normalize(x, self.eps) * (self.weight.float() + self.offset)).to(x.dtype)
 
 
-class Attention(nn.Module):
+class Attention(llama3.Attention):
     def __init__(self, c, local):
-        super().__init__()
-        self.local, self.head_dim, self.eps = local, c.head_dim, c.norm_eps
+        super().__init__(c)
+        self.local, self.eps = local, c.norm_eps
         self.window = c.window if local else 0
         self.scale = c.query_scale / math.sqrt(c.head_dim)
-        self.q_proj = nn.Linear(c.dim, c.n_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
         self.gate_proj = nn.Linear(c.dim, c.n_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=False)
 
     def forward(self, x, cos, sin, segment_ids):
         B, T, _ = x.shape

@@ -33,7 +33,6 @@ import numpy as np
 import torch
 from jax.experimental import topologies
 
-import checkpoint
 import graph_trainer
 import hlo
 import kernels
@@ -210,7 +209,7 @@ def report(args):
     peak, resident, largest = max(((hbm_peak(m) + part.resident_bytes, part.resident_bytes, m)
                                    for (_, part, _), m in zip(parts, memory)), key=lambda at: at[0])
     if resident and peak > chip.hbm:  # the compiler sees one program at a time
-        raise lowering.DoesNotFit(f"{peak / GB:,.2f} of {chip.hbm / GB:,.2f} GB, {resident / GB:,.2f} of them what other programs wait for")
+        raise lowering.DoesNotFit(f"{peak / GB:,.2f} of {chip.hbm / GB:,.2f} GB, {resident / GB:,.2f} of it what other programs need")
     state = largest.argument_size_in_bytes + resident
     host = graph_trainer.host_bytes(step.graph.gm)
     saved = 0 if args.offload else sum(saved_bytes(part.gm) for _, part, _ in parts)
@@ -389,7 +388,7 @@ def parse(argv):
     if command != "plan" and (args.report or args.picture):
         raise UsageError(f"--report and --picture are of one plan: leave them out with {command}")
     if command == "scaling" and (args.slices > 1 or args.topology and not args.topology.startswith("tpu7x:")):
-        raise UsageError(f"scaling {args.topology} --slices {args.slices}: it takes tpu7x's {', '.join(map(str, SCALES))} chips, leave both out")
+        raise UsageError(f"scaling {args.topology} --slices {args.slices}: scaling has chips of its own, tpu7x: leave both out")
     if args.per_device_batch % args.grad_accum:
         raise UsageError(f"--grad-accum {args.grad_accum} does not divide a device's {args.per_device_batch} rows "
                          "(--per-device-batch)")
@@ -399,13 +398,10 @@ def parse(argv):
     return command, args
 
 
-def main(argv=None):
-    try:
-        command, args = parse(sys.argv[1:] if argv is None else argv)
-        COMMANDS[command](args)
-    except (UsageError, checkpoint.CheckpointError, graph_trainer.CaptureError, lowering.LoweringError, kernels.KernelError) as e:
-        print(f"plan.py: error: {e}", file=sys.stderr)
-        return 2
+@train.command
+def main(argv):
+    command, args = parse(argv)
+    COMMANDS[command](args)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ import hlo
 
 CONTAINERS = ("while", "call", "conditional")
 COPIES = ("copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "reshape", "bitcast")
-# By the torch op: what kernels.py computes, whatever it becomes in XLA.
-TORCH_OPS = {"splash_attention": "attention", "linear_cross_entropy": "loss", "grouped_matmul": "experts"}
 LINE = re.compile(r'([^/";]+\.py:\d+ [^/"]+)/([^/"]+)')
 
 
@@ -82,11 +80,8 @@ def describe(text):
 def kind_of(op, matmul, line, torch_op):
     if op.opcode.startswith(hlo.COLLECTIVES):
         return "collectives"
-    for name, kind in TORCH_OPS.items():
-        if name in torch_op:
-            return kind
-    if matmul:
-        return "matmul"
+    if kind := next((kind for word, kind in hlo.KINDS.items() if word in torch_op), "matmul" if matmul else None):
+        return kind
     if "AdamW" in line:
         return "optimizer"
     if op.opcode.startswith(COPIES) or re.match(r"(?:(?:copy|transpose|bitcast|slice)_?)+_fusion", op.name):

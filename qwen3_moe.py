@@ -16,8 +16,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import llama3
 from kernels import grouped_matmul, linear_cross_entropy, paired_grouped_matmul
-from llama3 import HF_FIELDS, RMSNorm, gpt2_init, read_hf, rope_table
+from llama3 import HF_FIELDS, Llama3, read_hf, rope_table
 from qwen3 import Attention
 
 FIELDS = {**HF_FIELDS, "ffn": "moe_intermediate_size", "n_experts": "num_experts", "top_k": "num_experts_per_tok",
@@ -38,6 +39,7 @@ class Config:
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     aux_coef: float = 1e-3
+    tied = False  # no field: no size's output layer is its embedding
 
     @classmethod
     def from_hf(cls, h):
@@ -110,48 +112,18 @@ class MoE(nn.Module):
         return y.view(B, T, D), (probs * valid).sum(0), (chosen.sum(1) * valid).sum(0)
 
 
-class Block(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.self_attn = Attention(c)
-        self.mlp = MoE(c)
-        self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
-        self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
-
+class Block(llama3.Block):
     def forward(self, x, cos, sin, segment_ids, valid):
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, segment_ids)
         y, prob_sums, counts = self.mlp(self.post_attention_layernorm(x), valid)
         return x + y, prob_sums, counts
 
 
-class Layers(nn.ModuleList):
-    """The decoder layers in order. `--scan` puts one loop in this place (graph_trainer.ScanLayers)."""
-
-    def forward(self, x, *consts):
-        stats = []
-        for layer in self:
-            x, *stat = layer(x, *consts)
-            stats.append(stat)
-        return x, *(torch.stack(s) for s in zip(*stats))  # each (L, E)
-
-
-class Qwen3MoE(nn.Module):
-    sizes, Config = SIZES, Config
-    defaults = {"batch": 8, "lr": 1e-3}  # train.py's
+class Qwen3MoE(Llama3):
+    sizes, Config, Block, Attention, MLP = SIZES, Config, Block, Attention, MoE
     keep_fp32 = ("mlp.gate.weight",)  # the router
     hf_type = "qwen3_moe"  # model_type of config.json
     hf_ignored = ()
-
-    def __init__(self, config):
-        super().__init__()
-        c = self.config = config
-        self.embed_tokens = nn.Embedding(c.vocab, c.dim)
-        self.layers = Layers(Block(c) for _ in range(c.n_layers))
-        self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = nn.Linear(c.dim, c.vocab, bias=False)
-
-    def init(self, name):
-        return gpt2_init(name, self.config.n_layers)
 
     def forward(self, tokens, segment_ids=None, positions=None, valid=None):
         """tokens, segment_ids: (B, T) int; positions: (T,) int, 0 to T-1 if None; valid: (B, T) bool, which tokens
@@ -164,10 +136,6 @@ class Qwen3MoE(nn.Module):
         valid = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
         x, prob_sums, counts = self.layers(self.embed_tokens(tokens), cos, sin, segment_ids, valid)
         return self.norm(x), prob_sums, counts
-
-    def logits(self, x):
-        """Hidden states (..., dim) -> logits (..., vocab) fp32, for sampling; the loss never makes them."""
-        return x.float() @ self.lm_head.weight.float().T
 
     def loss(self, batch, psum=lambda x: x):
         """This device's share of the mean cross-entropy over the whole batch's valid targets.

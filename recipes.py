@@ -4,7 +4,7 @@
     python train.py --recipe llama3_8b --steps 100  # on the TPU itself; any flag after --recipe overrides it
 
 Notable features:
-- a recipe is nothing but command-line flags: argv_of(name) spells them out; compiler flags go with the chips, in FLAGS
+- a recipe is nothing but command-line flags; compiler flags go with the chips, in FLAGS
 - flags are passed as compiler options of the one program. For libtpu 0.0.42 that gives the same program as
   LIBTPU_INIT_ARGS (checked: same estimated cycles), but a wrong name is an error message instead of a dead process.
   Dump flags (--xla_jf_dump_to) work in LIBTPU_INIT_ARGS only
@@ -16,12 +16,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Recipe:
-    model: str
-    size: str
     topology: str  # of one slice
-    batch: int  # rows a device
-    seq: int
-    args: tuple = ("--scan",)  # more flags of train.py
+    flags: str  # of train.py, to be followed by the user's own
     published: tuple | None = None  # (MFU, where): the yardstick
 
 
@@ -64,19 +60,22 @@ FLAGS = {"v6e": SPARSECORE, "tpu7x": IRONWOOD}  # of every recipe, by generation
 TITAN = "TorchTitan TPU"
 
 RECIPES = {
-    "llama3_8b": Recipe("llama3", "8b", "v6e:4x4", 1, 8192),
-    "llama3_70b": Recipe("llama3", "70b", "tpu7x:4x4x4", 1, 8192),
-    "llama3_405b": Recipe("llama3", "405b", "tpu7x:8x8x16", 1, 8192, published=(0.57, f"tpu7x, {TITAN}")),
-    "qwen3_8b": Recipe("qwen3", "8b", "tpu7x:2x2x2", 2, 8192, args=("--scan", "--remat", "dots"),
+    "llama3_8b": Recipe("v6e:4x4", "--model llama3 --size 8b --seq 8192 --per-device-batch 1 --scan"),
+    "llama3_70b": Recipe("tpu7x:4x4x4", "--model llama3 --size 70b --seq 8192 --per-device-batch 1 --scan"),
+    "llama3_405b": Recipe("tpu7x:8x8x16", "--model llama3 --size 405b --seq 8192 --per-device-batch 1 --scan",
+                          published=(0.57, f"tpu7x, {TITAN}")),
+    "qwen3_8b": Recipe("tpu7x:2x2x2", "--model qwen3 --size 8b --seq 8192 --per-device-batch 2 --scan --remat dots",
                        published=(0.515, f"tpu7x, {TITAN}")),
-    "qwen3_32b": Recipe("qwen3", "32b", "tpu7x:4x4x4", 1, 8192),
-    "qwen3_30b_a3b": Recipe("qwen3_moe", "30b-a3b", "tpu7x:2x2x2", 4, 8192),  # 8,192 tokens a device reach 13 % MFU, 32,768 24 %
+    "qwen3_32b": Recipe("tpu7x:4x4x4", "--model qwen3 --size 32b --seq 8192 --per-device-batch 1 --scan"),
+    # 8,192 tokens a device reach 13 % MFU, 32,768 24 %
+    "qwen3_30b_a3b": Recipe("tpu7x:2x2x2", "--model qwen3_moe --size 30b-a3b --seq 8192 --per-device-batch 4 --scan"),
     # 64k tokens a device: fewer do not keep it busy while a layer's 128 experts are gathered
-    "qwen3_235b": Recipe("qwen3_moe", "235b-a22b", "tpu7x:8x8x16", 16, 4096, published=(0.324, f"tpu7x, {TITAN}")),
+    "qwen3_235b": Recipe("tpu7x:8x8x16", "--model qwen3_moe --size 235b-a22b --seq 4096 --per-device-batch 16 --scan",
+                         published=(0.324, f"tpu7x, {TITAN}")),
     # 512 tokens of text and 512 x 512 pixels. 16 replicas of 128 devices: 2,048 divide no dimension of most weights (3,072)
-    "flux_12b": Recipe("flux", "12b", "tpu7x:8x8x16", 4, 1536, args=("--scan", "--replicas", "16"),
+    "flux_12b": Recipe("tpu7x:8x8x16", "--model flux --size 12b --seq 1536 --per-device-batch 4 --scan --replicas 16",
                        published=(0.194, f"tpu7x:8x8x16, {TITAN}")),
-    "muse_glimmer_30b": Recipe("muse_glimmer", "30b", "tpu7x:4x4x8", 1, 8192, args=("--scan", "--remat", "dots"),
+    "muse_glimmer_30b": Recipe("tpu7x:4x4x8", "--model muse_glimmer --size 30b --seq 8192 --per-device-batch 1 --scan --remat dots",
                                published=(0.434, f"tpu7x:4x4x8, {TITAN}")),
 }
 
@@ -87,12 +86,6 @@ def flags_of(recipe, chip, given=None):
     if given is not None or not recipe:
         return given or ""
     return " ".join(f"--{name}={value}" for name, value in FLAGS.get(chip, {}).items())
-
-
-def argv_of(name):
-    """A recipe as command-line flags, to be followed by the user's own; without chips and what goes with them, see flags_of."""
-    r = RECIPES[name]
-    return ["--model", r.model, "--size", r.size, "--seq", str(r.seq), "--per-device-batch", str(r.batch), *r.args]
 
 
 def compiler_options(flags):

@@ -49,10 +49,7 @@ class RunLog:
             self.recorder.record_job_start_time(self.start)
             self.recorder.record_training_preparation_start_time(self.start)
         if args.metrics:
-            try:
-                self.metrics = open(args.metrics, "a+b" if args.resume else "xb")
-            except OSError as e:
-                raise LogError(f"--metrics {args.metrics}: {e.strerror}: name another file") from e
+            self.metrics = open(args.metrics, "a+b" if args.resume else "xb")  # train() has looked that it can
             self.done_before = self.cut(done)
         if args.tensorboard:
             from tensorboardX import SummaryWriter  # takes seconds

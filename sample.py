@@ -37,7 +37,7 @@ import flux_data
 import graph_trainer
 import kernels
 import simple_fsdp
-from train import MODELS, UsageError
+from train import MODELS, UsageError, command
 
 
 def load_model(folder, model_class, config, dtype):
@@ -289,21 +289,18 @@ def parse_args(argv):
     return args
 
 
-def main(argv=None):
-    try:
-        args = parse_args(argv)
-        h = checkpoint.read_json(args.hf, "config.json")
-        kind = h.get("model_type", h.get("_class_name"))  # the latter is diffusers'
-        name = next((name for name, model_class in MODELS.items() if model_class.hf_type == kind), None)
-        if name is None or args.model not in (None, name) or (args.model is None and name == "flux"):
-            raise UsageError(f"--hf {args.hf}: model_type {kind!r} in config.json is "
-                             + (f"--model {name}" if name else f"none of {', '.join(m.hf_type for m in MODELS.values())}"))
-        config = checkpoint.read_config(args.hf, MODELS[name])
-        dtype = args.dtype or ("bfloat16" if jax.devices()[0].platform == "tpu" else "float32")
-        (write_pictures if name == "flux" else write_text)(args, MODELS[name], config, dtype)
-    except (UsageError, data.DataError, checkpoint.CheckpointError) as e:
-        print(f"sample.py: error: {e}", file=sys.stderr)
-        return 2
+@command
+def main(argv):
+    args = parse_args(argv)
+    h = checkpoint.read_json(args.hf, "config.json")
+    kind = h.get("model_type", h.get("_class_name"))  # the latter is diffusers'
+    name = next((name for name, model_class in MODELS.items() if model_class.hf_type == kind), None)
+    if name is None or args.model not in (None, name) or (args.model is None and name == "flux"):
+        raise UsageError(f"--hf {args.hf}: model_type {kind!r} in config.json is "
+                         + (f"--model {name}" if name else f"none of {', '.join(m.hf_type for m in MODELS.values())}"))
+    config = checkpoint.read_config(args.hf, MODELS[name])
+    dtype = args.dtype or ("bfloat16" if jax.devices()[0].platform == "tpu" else "float32")
+    (write_pictures if name == "flux" else write_text)(args, MODELS[name], config, dtype)
 
 
 if __name__ == "__main__":

@@ -60,9 +60,6 @@ def fully_shard(module, mesh, *, param_dtype=None, reduce_dtype=torch.float32, r
             sub.__class__ = classes.setdefault(tuple(key), type(type(sub).__name__, (type(sub),), read))
 
 
-hybrid_shard = fully_shard  # its name elsewhere, for a mesh of two dimensions
-
-
 class Read:
     """Stands in a module's class in the place of one parameter (a Python descriptor): what `module.weight` gives."""
 

@@ -161,7 +161,7 @@ def parse_args(argv):
     if args.recipe:
         if args.recipe not in recipes.RECIPES:
             raise UsageError(f"--recipe {args.recipe} is not one of: {', '.join(recipes.RECIPES)}")
-        own, args = args, p.parse_args([*recipes.argv_of(args.recipe), *argv])
+        own, args = args, p.parse_args([*recipes.RECIPES[args.recipe].flags.split(), *argv])
         if args.fsdp is None and not args.topology and args.mode == "graph":
             args.fsdp = 0  # over all devices, as planned
         if own.batch and not own.per_device_batch:  # the user's, instead of the recipe's
@@ -169,7 +169,8 @@ def parse_args(argv):
         if own.init_from:  # which has a size
             args.size = own.size
     if args.batch and (args.per_device_batch or args.topology):  # before the model's own batch stands in
-        raise UsageError(f"--batch {args.batch} is over all devices, --per-device-batch N on each: give one (with --topology the latter)")
+        raise UsageError(f"--batch {args.batch} is over all devices, --per-device-batch N on each: give one (with --topology the "
+                         "latter)")
     for name, value in MODELS[args.model].defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -199,16 +200,17 @@ def check_args(args, default):
             (args.target_loss and not args.validate_every, f"--target-loss {args.target_loss} needs --validate-every N")]:
         if wrong:
             raise UsageError(message)
-    for flag in ("report", "picture", "tensorboard", "save_hf", "profile_dir"):  # now, not after minutes of compiling
+    for flag in ("metrics", "report", "picture", "tensorboard", "save_hf", "profile_dir"):  # now, not after minutes of compiling
         if path := getattr(args, flag):
-            is_file, folder = flag in ("report", "picture"), os.path.dirname(os.path.abspath(path))
+            is_file, folder = flag in ("metrics", "report", "picture"), os.path.dirname(os.path.abspath(path))
             while not (is_file or os.path.exists(folder)):  # folders are made
                 folder = os.path.dirname(folder)
-            if not (os.path.isdir(folder) and os.access(folder, os.W_OK)) or os.path.exists(path) and os.path.isdir(path) == is_file:
+            other = os.path.exists(path) and os.path.isdir(path) == is_file
+            if other or not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
                 raise UsageError(f"--{flag.replace('_', '-')} {path}: there is no writing a {'file' if is_file else 'folder'} there")
     if args.topology:
-        for flag in ("fsdp", "devices", "coordinator", "num_processes", "process_id", "checkpoint", "local_checkpoint", "resume", "metrics",
-                     "tensorboard", "goodput", "profile", "save_hf", "print_graph", "print_sharding"):
+        for flag in ("fsdp", "devices", "coordinator", "num_processes", "process_id", "checkpoint", "local_checkpoint", "resume",
+                     "metrics", "tensorboard", "goodput", "profile", "save_hf", "print_graph", "print_sharding"):
             if getattr(args, flag) != default(flag):
                 raise UsageError(f"--{flag.replace('_', '-')} trains, and --topology {args.topology} only compiles: leave one out")
     if args.mode != "graph":
@@ -336,8 +338,7 @@ def build_programs(args, model, opt, device_mesh, mesh):
     evaluate = graph_trainer.capture(graph_trainer.eval_step(model, psum, args.grad_accum), state["params"], batch)
 
     def program(graph, in_specs, out_specs, donate=0):
-        n = len(graph.gm.graph.find_nodes(op="placeholder"))
-        stages = graph_trainer.split(graph, [i >= n - len(batch) for i in range(n)]) if args.split else None
+        stages = graph_trainer.split(graph, len(batch)) if args.split else None
         return lowering.Program(graph, mesh, in_specs, out_specs, table, donate, stages)
 
     return program(step, (states, batches), (states, metrics), donate=1), program(evaluate, (params, batches), P())
@@ -374,8 +375,8 @@ def kernel_table(args, device):
     def blocks(prefix, op):
         given = {f.name: n for f in dataclasses.fields(BLOCKS[prefix]) if (n := getattr(args, f"{prefix}_block_{f.name}"))}
         if given and kinds[op] == "reference":
-            raise UsageError(f"--{prefix}-block-{min(given).replace('_', '-')} is of the Pallas kernel, and {op.replace('_', '-')} runs in XLA: "
-                             "leave it out, or --kernels interpret")
+            raise UsageError(f"--{prefix}-block-{min(given).replace('_', '-')} is of the Pallas kernel, and {op.replace('_', '-')} "
+                             "runs in XLA: leave it out, or --kernels interpret")
         return BLOCKS[prefix](**given) if given else None
 
     return kernels.lowerings(kind, **kinds, splash_blocks=blocks("sa", "splash"), ce_blocks=blocks("ce", "fused_ce"), chip=chip)
@@ -403,9 +404,8 @@ def phase(name):
 
 def train(args):
     log = run_log.RunLog()
-    if args.metrics and (os.path.exists(args.metrics) and not args.resume
-                         or not os.path.isdir(os.path.dirname(args.metrics) or ".")):
-        raise UsageError(f"--metrics {args.metrics} exists or its folder does not: name a new file, or --resume")
+    if args.metrics and os.path.exists(args.metrics) and not args.resume:
+        raise UsageError(f"--metrics {args.metrics} exists: name a new file, or --resume")
     mesh, device_mesh = choose_devices(args)
     device = mesh.devices.flat[0]
     chip, peak = CHIPS.get(device.device_kind, (None, None))
@@ -446,16 +446,17 @@ def train(args):
     with log.lost("compile"), phase("tracing"):
         step, evaluate = build_programs(args, model, optimizer(args), device_mesh, mesh)
     if args.print_graph:
-        return print(step.graph.readable())
+        return print(step.graph.gm.print_readable(print_output=False))
     if args.offload or args.split:
         check_host_memory(step, args)
-    with log.lost("compile"), phase("lowering"):
-        step.lower()
-        evaluate.lower()
-    options = recipes.compiler_options(recipes.flags_of(args.recipe, chip, args.libtpu_init_flags))
-    with log.lost("compile"), phase("compiling"):
-        step.compile(options)
-        evaluate.compile(options)
+    if args.mode == "graph":
+        with log.lost("compile"), phase("lowering"):
+            step.lower()
+            evaluate.lower()
+        options = recipes.compiler_options(recipes.flags_of(args.recipe, chip, args.libtpu_init_flags))
+        with log.lost("compile"), phase("compiling"):
+            step.compile(options)
+            evaluate.compile(options)
     if saves.stopping:
         return 128 + signal.SIGTERM  # nothing is done yet
     log.open(args, saves.step)
@@ -549,20 +550,27 @@ def say(*text, end="\n"):
         print(*text, end=end, flush=True)
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        if argv[:1] == ["plot"]:
-            return run_log.plot(argv[1:])
-        args = parse_args(argv)
-        if args.topology:  # chips that are not here: compile for them and say what it would be like
-            import plan
-            return plan.main(argv)
-        return train(args)
-    except (UsageError, data.DataError, graph_trainer.CaptureError, lowering.LoweringError,
-            checkpoint.CheckpointError, kernels.KernelError, run_log.LogError) as e:
-        print(f"train.py: error: {e}", file=sys.stderr)
-        return 2
+def command(main):
+    """main(argv) -> main(argv or the command line's): what the user can put right is one line on stderr and exit code 2."""
+    def run(argv=None):
+        try:
+            return main(sys.argv[1:] if argv is None else argv)
+        except (UsageError, data.DataError, graph_trainer.CaptureError, lowering.LoweringError,
+                checkpoint.CheckpointError, kernels.KernelError, run_log.LogError) as e:
+            print(f"{os.path.basename(main.__code__.co_filename)}: error: {e}", file=sys.stderr)
+            return 2
+    return run
+
+
+@command
+def main(argv):
+    if argv[:1] == ["plot"]:
+        return run_log.plot(argv[1:])
+    args = parse_args(argv)
+    if args.topology:  # chips that are not here: compile for them and say what it would be like
+        import plan
+        return plan.main(argv)
+    return train(args)
 
 
 if __name__ == "__main__":
