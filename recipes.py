@@ -24,11 +24,15 @@ class Recipe:
 # Each flag: what it does; whether it can change rounding ("free": same values bit for bit, by what it is
 # documented or seen to do in the HLO; the check on a TPU is `plan.py flags`).
 
-# v6e: gathers and reductions run on the SparseCores, beside whatever the TensorCore does. tpu7x does so by default.
-# The ND reduce-scatter is the one that keeps a reduce-scatter: without it libtpu 0.0.42 sends a whole all-reduce, twice
-# the bytes, and slices (MaxText's xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1 and its kin change nothing).
-# Can change rounding: another order of the sum.
-SPARSECORE = {
+# v6e, found by compiling llama3_8b (RESULTS.md).
+TRILLIUM = {
+    # Of 128 MiB VMEM a fusion may use 80 instead of 16: matmuls 729 -> 607 ms of the step. 98304: 581, and to compile takes 180 s
+    # instead of 144. Can change rounding: other blocks, another order of a sum.
+    "xla_tpu_scoped_vmem_limit_kib": "81920",
+    # Gathers and reductions run on the SparseCores, beside whatever the TensorCore does. tpu7x does so by default.
+    # The ND reduce-scatter is the one that keeps a reduce-scatter: without it libtpu 0.0.42 sends a whole all-reduce, twice
+    # the bytes, and slices (MaxText's xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1 and its kin change nothing).
+    # Can change rounding: another order of the sum.
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
     "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
@@ -55,7 +59,7 @@ IRONWOOD = {
     "xla_tpu_pipeline_memory_host_transfers": "false",
 }
 
-FLAGS = {"v6e": SPARSECORE, "tpu7x": IRONWOOD}  # of every recipe, by generation of chips
+FLAGS = {"v6e": TRILLIUM, "tpu7x": IRONWOOD}  # of every recipe, by generation of chips
 
 TITAN = "TorchTitan TPU"
 
