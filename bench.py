@@ -184,7 +184,7 @@ def bench_save(args):
 
 
 def parse_args(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=["step", "compile", "save"])
     p.add_argument("--model", default="llama3", choices=[name for name in train.MODELS if name != "flux"])
     p.add_argument("--size", default="debug")

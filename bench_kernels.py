@@ -278,7 +278,7 @@ def tune(args):
 
 def main(argv):
     global FOLDER
-    p = argparse.ArgumentParser(prog="bench.py", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(prog="bench.py", usage=argparse.SUPPRESS, description=__doc__.split("\n")[0])
     p.add_argument("command", choices=["kernels", "tune"])
     p.add_argument("--topology", default="tpu7x:2x2x1")
     p.add_argument("--json", metavar="FILE", help="kernels: everything measured")
@@ -292,8 +292,8 @@ def main(argv):
         raise UsageError(f"--size {args.size} is not a size of {args.model}: {', '.join(MODELS[args.model].sizes)}")
     if args.command == "tune" and getattr(MODELS[args.model].sizes[args.size], "vocab", 0) is None:
         raise UsageError(f"--size {args.size} has the data's vocabulary, not one of its own: name a full size")
-    if args.json and not os.path.isdir(os.path.dirname(args.json) or "."):
-        raise UsageError(f"--json {args.json}: its folder does not exist")
+    if args.json and (os.path.isdir(args.json) or not os.path.isdir(os.path.dirname(args.json) or ".")):
+        raise UsageError(f"--json {args.json}: name a file in a folder that is there")
     FOLDER = tempfile.TemporaryDirectory()
     # libtpu reads it once, when the first topology is made. JAX's kernels ask for no VMEM of their own: the same for both sides.
     os.environ["LIBTPU_INIT_ARGS"] = (

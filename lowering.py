@@ -597,7 +597,7 @@ class Piece:
             self.executable = self.lowered.compile(compiler_options=options or None)
         except jax.errors.JaxRuntimeError as e:
             if unknown := re.search(r"No such compile option: '(\w+)'", str(e)):
-                raise LoweringError(f"this compiler has no flag {unknown.group(1)}") from e
+                raise LoweringError(f"this compiler has no flag {unknown.group(1)} (--libtpu-init-flags)") from e
             excess = re.search(r"Used [\d.]+. of [\d.]+. hbm. Exceeded .*? by [\d.]+.|temporaries \(\S+\) exceeds .*? \(\S+?\)", str(e))
             if not excess:
                 raise LoweringError(f"the compiler refused the program\n{e}") from e

@@ -144,6 +144,9 @@ def matmul_size(op, node, x, w, *_):
 def topology_devices(name, slices=1):
     """-> the devices of a TPU topology nobody here has."""
     try:
+        # The compiler knows names that Chip and the recipes' flags do not go by, and dies of planes of more than a pod.
+        if not re.fullmatch(r"(v5e|v6e):(\d|1[0-6])x(\d|1[0-6])|(v5p|tpu7x):\d\d?x\d\d?x\d\d?", name):
+            raise ValueError("a name is CHIP:AxB (at most 16x16) or CHIP:AxBxC")
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices).devices
     except Exception as e:
         raise UsageError(f"--topology {name} --slices {slices}: the compiler does not know it. Some that it knows: {KNOWN}. "
@@ -168,8 +171,9 @@ def report(args):
         config = replace(config, vocab=512)  # debug sizes take the data's: bytes, rounded up
     with train.phase("tracing"):
         replicas = args.replicas if args.replicas > 1 else args.slices
-        if n % replicas:
-            raise UsageError(f"--replicas {replicas} does not divide the {n} devices of {args.slices} {args.topology}")
+        if n % replicas or replicas % args.slices:
+            raise UsageError(f"--replicas {replicas} does not divide the {n} devices of {args.slices} {args.topology}"
+                             + f", or is no multiple of --slices {args.slices}" * (args.slices > 1))
         mesh = lowering.make_mesh(replicas, n // replicas, devices)
         device_mesh = simple_fsdp.capture_mesh(n // replicas, replicas) if n > 1 else None
         model = train.build_model(args, config, device_mesh)
@@ -189,9 +193,10 @@ def report(args):
 
     bandwidth = {"ici": link_bandwidth(args.topology, chip, mesh.devices[0]), "dcn": chip.dcn * LINK_EFFICIENCY / chip.devices,
                  "host": HOST_BANDWIDTH, "hbm": chip.hbm_bandwidth, "sparsecore": chip.hbm_bandwidth}
-    if args.replicas > 1:
+    across = mesh.devices[:replicas // args.slices, 0]  # the replicas of one slice
+    if len(across) > 1:
         bandwidth.setdefault(f"ici_{n // replicas}", bandwidth["ici"])
-        bandwidth.setdefault(f"ici_{replicas}", link_bandwidth(args.topology, chip, mesh.devices[:, 0]))
+        bandwidth.setdefault(f"ici_{len(across)}", link_bandwidth(args.topology, chip, across))
     phases = []
     for name, part, times in parts:
         replay = hlo.Replay(part.executable.as_text(), chip.mxu / chip.peak, chip.peak, bandwidth, args.slices,
@@ -209,7 +214,7 @@ def report(args):
     peak, resident, largest = max(((hbm_peak(m) + part.resident_bytes, part.resident_bytes, m)
                                    for (_, part, _), m in zip(parts, memory)), key=lambda at: at[0])
     if resident and peak > chip.hbm:  # the compiler sees one program at a time
-        raise lowering.DoesNotFit(f"{peak / GB:,.2f} of {chip.hbm / GB:,.2f} GB, {resident / GB:,.2f} of it what other programs need")
+        raise lowering.DoesNotFit(f"{peak / GB:,.2f} of {chip.hbm / GB:,.2f} GB, {resident / GB:,.2f} of them other programs'")
     state = largest.argument_size_in_bytes + resident
     host = graph_trainer.host_bytes(step.graph.gm)
     saved = 0 if args.offload else sum(saved_bytes(part.gm) for _, part, _ in parts)
@@ -352,6 +357,8 @@ def scaling(args):
 
 def flags(args):
     """What compiler flags change against the recipe's own; on devices that are here, in the bits of step 1."""
+    if args.libtpu_init_flags is None:
+        raise UsageError("flags compares --libtpu-init-flags=... with what a run has without: give them")
     own = recipes.flags_of(args.recipe, (args.topology or "").split(":")[0])
     both = {"before": own, "with flags": f"{own} {args.libtpu_init_flags or ''}".strip()}
     if args.topology and not lowering.ON_TPU_HOST:

@@ -122,7 +122,8 @@ class RunLog:
 
 def plot(argv):
     """The command `plot`: FILE.jsonl -> FILE.png."""
-    p = argparse.ArgumentParser(prog="train.py plot", description="Draws loss and throughput of --metrics FILE to FILE.png.")
+    p = argparse.ArgumentParser(prog="train.py plot", usage=argparse.SUPPRESS,
+                                description="Draws loss and throughput of --metrics FILE to FILE.png.")
     p.add_argument("file")
     path = p.parse_args(argv).file
     from matplotlib.figure import Figure  # takes a second

@@ -181,7 +181,16 @@ def parse_args(argv):
 def check_args(args, default):
     """Raises UsageError for flags that do not go together."""
     span = re.fullmatch(r"(\d+):(\d+)", args.profile or "")
+    saves = [os.path.abspath(folder) for folder in (args.checkpoint, args.local_checkpoint) if folder]
+    empty = [name.replace("_", "-") for name, value in vars(args).items() if value == "" and name != "libtpu_init_flags"]
+    odd = [flag for flag in (args.libtpu_init_flags or "").split() if not re.fullmatch(r"--\w+(=\S+)?", flag)]
     for wrong, message in [
+            (empty, f"--{' --'.join(empty)} is empty: give it a value, or leave it out"),
+            (odd, f"--libtpu-init-flags: {' '.join(odd)} is not --name=value"),
+            (args.coordinator and not re.fullmatch(r".+:\d+", args.coordinator), f"--coordinator {args.coordinator} is not HOST:PORT"),
+            (args.save_hf and os.path.abspath(args.save_hf) in saves, f"--save-hf {args.save_hf} is a checkpoint's: name a new folder"),
+            (args.report and args.report == args.picture, f"--report {args.report} and --picture are two files"),
+            (args.paired_gmm and args.model != "qwen3_moe", f"--paired-gmm is of qwen3_moe's experts, and this is {args.model}"),
             (args.model == "flux" and args.tokenizer, f"--tokenizer {args.tokenizer}: --model flux reads no text, leave it out"),
             ((args.report or args.picture or args.slices != 1) and not args.topology,
              "--report, --picture and --slices go with --topology NAME"),
@@ -205,12 +214,13 @@ def check_args(args, default):
             is_file, folder = flag in ("metrics", "report", "picture"), os.path.dirname(os.path.abspath(path))
             while not (is_file or os.path.exists(folder)):  # folders are made
                 folder = os.path.dirname(folder)
-            other = os.path.exists(path) and os.path.isdir(path) == is_file
+            other = os.path.exists(path) and (os.path.isdir(path) == is_file or flag in ("report", "picture"))
             if other or not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-                raise UsageError(f"--{flag.replace('_', '-')} {path}: there is no writing a {'file' if is_file else 'folder'} there")
+                raise UsageError(f"--{flag.replace('_', '-')} {path}: no new {'file' if is_file else 'folder'} can be written there")
     if args.topology:
-        for flag in ("fsdp", "devices", "coordinator", "num_processes", "process_id", "checkpoint", "local_checkpoint", "resume",
-                     "metrics", "tensorboard", "goodput", "profile", "save_hf", "print_graph", "print_sharding"):
+        for flag in ("fsdp", "devices", "coordinator", "num_processes", "process_id", "data", "tokenizer", "checkpoint", "keep",
+                     "save_every", "local_checkpoint", "local_save_every", "resume", "save_hf", "metrics", "tensorboard", "goodput",
+                     "profile", "profile_dir", "print_graph", "print_sharding", "val_batches", "validate_every", "target_loss"):
             if getattr(args, flag) != default(flag):
                 raise UsageError(f"--{flag.replace('_', '-')} trains, and --topology {args.topology} only compiles: leave one out")
     if args.mode != "graph":
@@ -440,6 +450,8 @@ def train(args):
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         saves = checkpoint.Checkpoints(tiers, args.keep, run, flags | {"data": str(dataset)}, shapes, args.resume)
 
+    if saves.step > args.steps:
+        raise UsageError(f"--steps {args.steps}: the checkpoint is of step {saves.step}, give more")
     if args.profile and int(args.profile.split(":")[0]) < saves.step + 3:
         raise UsageError(f"--profile {args.profile}: --resume goes on after step {saves.step}, START must be {saves.step + 3} or "
                          "later")

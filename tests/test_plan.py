@@ -210,6 +210,12 @@ def test_a_plan_of_the_debug_model_has_every_key_and_adds_up(tmp_path, capsys):
 
 @pytest.mark.parametrize("argv, says", [
     (["--topology", "v9z:2x2"], "v5e:2x2"),
+    *((["--topology", name], f"--topology {name} --slices 1: the compiler does not know it") for name in ("V6E:2x2", "v5e_2x2", "v5e:200x200")),
+    (["--topology", "v5e:2x2", "--slices", "4", "--replicas", "2"], "no multiple of --slices 4"),
+    (["--topology", "v5e:2x2", "--model", "llama3", "--layers", "1", "--seq", "100"], "make it (--seq) a multiple"),
+    (["flags", "--recipe", "llama3_8b"], "flags compares --libtpu-init-flags"),
+    ([*DEBUG, "--report", __file__], f"--report {__file__}: no new file can be written there"),
+    ([*DEBUG, "--data", "text.txt"], "--data trains"),
     ([], "--topology NAME or --recipe NAME is needed"),
     (["--recipe", "gpt5"], "llama3_8b"),
     (["batch", "64", "--recipe", "llama3_8b"], "batch 64: only scaling takes numbers"),
@@ -427,7 +433,7 @@ def test_flags_compares_the_bits_of_a_step_on_devices_that_are_here(capsys):
     assert plan.main([*argv, "--libtpu-init-flags=--xla_cpu_enable_fast_min_max=true"]) is None
     assert capsys.readouterr().out.splitlines()[-1] == "free: the same bits"
     assert plan.main([*argv, "--libtpu-init-flags=--xla_nope=1"]) == 2
-    assert capsys.readouterr().err == "plan.py: error: with flags: this compiler has no flag xla_nope\n"
+    assert capsys.readouterr().err == "plan.py: error: with flags: this compiler has no flag xla_nope (--libtpu-init-flags)\n"
 
 
 def test_clipping_is_planned_as_it_is_trained(monkeypatch):
