@@ -141,7 +141,7 @@ def fit_blocks(cls, given, op, chip, *tensors):
         for field, size in vars(blocks).items():
             fitting = next((s for s in sizes(field) if s <= size), min(sizes(field), default=0))
             if not fitting or given and fitting != min(size, sizes(field)[0]):
-                fits = f"one of {', '.join(map(str, sizes(field)[:6]))}" if sizes(field) else "which has none: make it (--seq) a multiple"
+                fits = "one of " + ", ".join(map(str, sizes(field)[:6])) if sizes(field) else "a multiple itself (--seq)"
                 raise KernelError(f"{cls.__name__}.{field}={size} does not fit: want a multiple of {unit} (rows: 32) that divides "
                                   f"its axis, {fits}")
             blocks = replace(blocks, **{field: fitting})

@@ -212,7 +212,7 @@ def test_a_plan_of_the_debug_model_has_every_key_and_adds_up(tmp_path, capsys):
     (["--topology", "v9z:2x2"], "v5e:2x2"),
     *((["--topology", name], f"--topology {name} --slices 1: the compiler does not know it") for name in ("V6E:2x2", "v5e_2x2", "v5e:200x200")),
     (["--topology", "v5e:2x2", "--slices", "4", "--replicas", "2"], "no multiple of --slices 4"),
-    (["--topology", "v5e:2x2", "--model", "llama3", "--layers", "1", "--seq", "100"], "make it (--seq) a multiple"),
+    (["--topology", "v5e:2x2", "--model", "llama3", "--layers", "1", "--seq", "100"], "that divides its axis, a multiple itself (--seq)"),
     (["flags", "--recipe", "llama3_8b"], "flags compares --libtpu-init-flags"),
     ([*DEBUG, "--report", __file__], f"--report {__file__}: no new file can be written there"),
     ([*DEBUG, "--data", "text.txt"], "--data trains"),
