@@ -275,7 +275,7 @@ def parse_args(argv):
         add("--top-p", type=float, default=1.0)
     args = p.parse_args(argv)
     for flag, good, want in [
-            ("seed", lambda x: x >= 0, "at least 0"), ("max-new", lambda x: x > 0, "at least 1"),
+            ("seed", lambda x: x >= 0, "at least 0"), ("max-new", lambda x: 0 < x <= 2**17, "from 1 to 131072"),
             ("temperature", lambda x: 0 < x < math.inf, "above 0 (--greedy takes the likeliest token)"),
             ("top-p", lambda x: 0 < x <= 1, "above 0 and at most 1"), ("steps", lambda x: x > 0, "at least 1"),
             ("pixels", lambda x: x > 0 and x % 16 == 0, "a multiple of 16"),

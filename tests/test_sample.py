@@ -100,6 +100,7 @@ def test_draws_follow_the_probabilities():
     (["--model", "flux", "--cfg", "nan"], "--cfg nan"), (["--model", "flux"], "is --model qwen3"),
     (["--prompt", ""], "--prompt is empty"),
     (["--tokens", "1", "--max-new", "0"], "--max-new 0"),
+    (["--tokens", "1", "--max-new", "99999999999"], "--max-new 99999999999 must be from 1 to 131072"),
     (["--tokens", "1", "--top-p", "1.5"], "--top-p 1.5"),
     (["--tokens", "1", "--temperature", "0"], "--temperature 0.0"),
     (["--tokens", "1", "--greedy", "--top-p", "0.5"], "--greedy"),
