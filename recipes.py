@@ -53,7 +53,7 @@ IRONWOOD = {
     "xla_tpu_check_legacy_constraints_in_reduce_scatter_legalizer": "false",
     # The scheduler's older estimates of how long an op takes. By the "real" ones a transfer to or from the host takes no time, so
     # that nothing is put beside it, and gradients lie longer: 4 layers of 405b with --offload 37 -> 25 GB. On v6e the step gets
-    # 9 % slower. Free: another order of the same ops.
+    # 8 % slower. Free: another order of the same ops.
     "xla_tpu_scheduler_using_real_cost_model": "false",
     # graph_trainer.loop fetches an iteration ahead itself; the compiler doing so once more ties each transfer to the next. Free.
     "xla_tpu_pipeline_memory_host_transfers": "false",
