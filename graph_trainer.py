@@ -284,12 +284,11 @@ def over_micro_batches(body, sums, batch, consts, psum, n):
 def eval_step(model, psum=lambda x, dims=None: x, micro_batches=1):
     """-> step(params, batch) -> mean cross-entropy over the batch's valid targets, to capture. micro_batches: as train_step's."""
 
-    def body(sums, rows, weight, params):
-        params = dict(zip((name for name, _ in model.named_parameters()), params))
-        with torch.no_grad(), _reparametrize_module(model, params):
-            return [sums[0] + model.loss(rows, psum)[0] * weight]
-
     def step(params, batch):
+        def body(sums, rows, weight, values):
+            with torch.no_grad(), _reparametrize_module(model, dict(zip(params, values))):
+                return [sums[0] + model.loss(rows, psum)[0] * weight]
+
         with torch.no_grad():
             if micro_batches > 1:
                 return psum(over_micro_batches(body, [torch.zeros(())], batch, list(params.values()), psum, micro_batches)[0])
@@ -440,8 +439,9 @@ def check_alike(layers):
     """Raises CaptureError for layers that are not the first one with other weights: its graph stands for all."""
     def facts(layer):
         return {f"{prefix}.{name}".lstrip("."): (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x
-                for prefix, sub in layer.named_modules() for name, x in (vars(sub) | sub._parameters | sub._buffers).items()
-                if x is None or isinstance(x, (bool, int, float, str, tuple, torch.Tensor))}
+                for prefix, sub in layer.named_modules()
+                for name, x in ({"class": type(sub)} | vars(sub) | sub._parameters | sub._buffers).items()
+                if x is None or isinstance(x, (bool, int, float, str, tuple, type, torch.Tensor))}
 
     first = facts(layers[0])
     for i, layer in enumerate(layers):

@@ -360,7 +360,7 @@ def flags(args):
     if args.libtpu_init_flags is None:
         raise UsageError("flags compares --libtpu-init-flags=... with what a run has without: give them")
     own = recipes.flags_of(args.recipe, (args.topology or "").split(":")[0])
-    both = {"before": own, "with flags": f"{own} {args.libtpu_init_flags or ''}".strip()}
+    both = {"before": own, "with flags": f"{own} {args.libtpu_init_flags}".strip()}
     if args.topology and not lowering.ON_TPU_HOST:
         for name, args.libtpu_init_flags in both.items():
             row(name, args)
@@ -372,7 +372,8 @@ def flags(args):
             run = subprocess.run([sys.executable, train.__file__, *args.argv, "--steps", "1", "--metrics", metrics,
                                   f"--libtpu-init-flags={given}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             if run.returncode:
-                raise UsageError(f"{name}: {run.stderr.strip().splitlines()[-1].removeprefix('train.py: error: ')}")
+                said = run.stderr.strip() or f"exit code {run.returncode}"
+                raise UsageError(f"{name}: {said.splitlines()[-1].removeprefix('train.py: error: ')}")
             first = json.loads(open(metrics).readline())
             found.append({key: first[key].hex() for key in ("loss", "grad_norm")})
             print(f"{name:12}", found[-1], first["loss"], first["grad_norm"])
@@ -394,14 +395,14 @@ def parse(argv):
         raise UsageError(f"{command} {wrong[0]}: only scaling takes numbers, of {', '.join(map(str, SCALES))} chips")
     if command != "plan" and (args.report or args.picture):
         raise UsageError(f"--report and --picture are of one plan: leave them out with {command}")
-    if command == "scaling" and (args.slices > 1 or args.topology and not args.topology.startswith("tpu7x:")):
-        raise UsageError(f"scaling {args.topology} --slices {args.slices}: scaling has chips of its own, tpu7x: leave both out")
     if args.per_device_batch % args.grad_accum:
         raise UsageError(f"--grad-accum {args.grad_accum} does not divide a device's {args.per_device_batch} rows "
                          "(--per-device-batch)")
     if not args.topology and command != "flags":
         raise UsageError(f"--topology NAME or --recipe NAME is needed. Topologies: {KNOWN}; recipes: "
                          f"{', '.join(recipes.RECIPES)}")
+    if command == "scaling" and (args.slices > 1 or not args.topology.startswith("tpu7x:")):
+        raise UsageError(f"scaling {args.topology} --slices {args.slices}: scaling has chips of its own, tpu7x: leave both out")
     return command, args
 
 

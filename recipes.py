@@ -26,8 +26,8 @@ class Recipe:
 
 # v6e, found by compiling llama3_8b (RESULTS.md).
 TRILLIUM = {
-    # Of 128 MiB VMEM a fusion may use 80 instead of 16: matmuls 729 -> 607 ms of the step. 98304: 581, and to compile takes 180 s
-    # instead of 144. Can change rounding: other blocks, another order of a sum.
+    # Of 128 MiB VMEM a fusion may use 80 instead of 16: matmuls 729 -> 607 ms of the step. 98304: 581, but `plan.py --recipe
+    # llama3_8b` takes 180 s instead of 144. Can change rounding: other blocks, another order of a sum.
     "xla_tpu_scoped_vmem_limit_kib": "81920",
     # Gathers and reductions run on the SparseCores, beside whatever the TensorCore does. tpu7x does so by default.
     # The ND reduce-scatter is the one that keeps a reduce-scatter: without it libtpu 0.0.42 sends a whole all-reduce, twice

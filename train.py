@@ -209,14 +209,7 @@ def check_args(args, default):
             (args.target_loss and not args.validate_every, f"--target-loss {args.target_loss} needs --validate-every N")]:
         if wrong:
             raise UsageError(message)
-    for flag in ("metrics", "report", "picture", "tensorboard", "save_hf", "profile_dir"):  # now, not after minutes of compiling
-        if path := getattr(args, flag):
-            is_file, folder = flag in ("metrics", "report", "picture"), os.path.dirname(os.path.abspath(path))
-            while not (is_file or os.path.exists(folder)):  # folders are made
-                folder = os.path.dirname(folder)
-            other = os.path.exists(path) and (os.path.isdir(path) == is_file or flag in ("report", "picture"))
-            if other or not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-                raise UsageError(f"--{flag.replace('_', '-')} {path}: no new {'file' if is_file else 'folder'} can be written there")
+    check_outputs(args)
     if args.topology:
         for flag in ("fsdp", "devices", "coordinator", "num_processes", "process_id", "data", "tokenizer", "checkpoint", "keep",
                      "save_every", "local_checkpoint", "local_save_every", "resume", "save_hf", "metrics", "tensorboard", "goodput",
@@ -232,6 +225,21 @@ def check_args(args, default):
                 raise UsageError(f"--{flag.replace('_', '-')} needs --mode graph (got --mode {args.mode})")
     if args.eager_strict and args.mode != "eager" or args.device and args.mode == "graph":
         raise UsageError(f"--eager-strict goes with --mode eager, --device with --mode eager or compile (got --mode {args.mode})")
+
+
+def check_outputs(args):
+    """Raises UsageError for what could not be written, before minutes of compiling."""
+    for flag in ("metrics", "report", "picture"):
+        if path := getattr(args, flag):
+            taken = os.path.isdir(path) or os.path.exists(path) and flag != "metrics"  # which --resume goes on with
+            if taken or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+                raise UsageError(f"--{flag} {path}: no new file can be written there")
+    for flag in ("tensorboard", "save_hf", "profile_dir"):
+        if folder := getattr(args, flag):
+            while not os.path.exists(folder := os.path.abspath(folder)):  # it is made, and what it lies in
+                folder = os.path.dirname(folder)
+            if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+                raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: no new folder can be written there")
 
 
 def choose_devices(args):

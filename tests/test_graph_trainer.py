@@ -191,6 +191,7 @@ def test_evaluation_takes_the_batch_in_micro_batches_too():
     (lambda layer: setattr(layer, "window", 4), "window is 4, layer 0's None"),
     (lambda layer: setattr(layer, "weight", nn.Parameter(torch.empty(2, 4))), r"weight is \(\(2, 4\), torch.float32\), layer 0's"),
     (lambda layer: setattr(layer, "bias", nn.Parameter(torch.empty(4))), "bias is"),
+    (lambda layer: setattr(layer, "__class__", type("Other", (nn.Linear,), {})), "class is"),
 ])
 def test_layers_that_are_not_alike_are_refused(wrap, change, named):
     layers = nn.ModuleList(nn.Linear(4, 4, bias=False, device="meta") for _ in range(3))

@@ -161,6 +161,12 @@ def test_what_crosses_replicas_takes_the_links_of_their_group():
     assert slow["busy", "all-gather"] == pytest.approx(2 * fast["busy", "all-gather"]) and slow["bytes", "ici"] == fast["bytes", "ici"]
 
 
+def test_replicas_of_one_device_send_each_other_over_all_links():
+    r, _ = plan.report(plan.parse([*DEBUG, "--replicas", "4"])[1])
+    assert r["assumed_ici_4_bytes_per_s"] == plan.link_bandwidth("v5e:2x2", V5E) > r["assumed_ici_bytes_per_s"]
+    assert not jax.config.jax_enable_compilation_cache
+
+
 def test_matmuls_with_a_bias_count_and_micro_batches_save_what_one_of_them_does():
     shapes = (6,), (8, 4), (4, 6), (8, 6)
     gm = graph_trainer.capture(lambda b, x, w, y: [torch.addmm(b, x, w), x @ w], *(torch.empty(s, device="meta") for s in shapes)).gm
@@ -231,6 +237,7 @@ def test_a_plan_of_the_debug_model_has_every_key_and_adds_up(tmp_path, capsys):
     ([*DEBUG, "--picture", "plan.pn"], "--picture plan.pn must end in"),
     (["batch", *DEBUG, "--report", "r.json"], "leave them out with batch"),
     (["scaling", "64", *DEBUG], "scaling v5e:2x2"),
+    (["scaling", "64", "--model", "llama3"], "--topology NAME or --recipe NAME is needed"),
     (["--topology", "v5e:2x2", "--model", "flux"], "--seq 256: "),
     (["--recipe", "llama3_8b", "--kernels", "reference", "--sa-block-q", "128", "--size", "debug"], "--sa-block-q is of the Pallas kernel"),
 ])

@@ -94,6 +94,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(copy, flags):
     assert sorted(os.listdir(folder / "ckpt")) == ["00000004", "00000006"]
 
 
+def test_fewer_steps_than_the_checkpoint_has_are_one_line(copy, capsys):
+    assert resume(copy(), steps=3) == 2
+    assert "--steps 3: the checkpoint is of step 4, give more" in capsys.readouterr().err
+
+
 def test_a_checkpoint_with_other_shapes_is_one_line_and_stays(copy, monkeypatch, capsys):
     """As a version of the code that stored a weight in another shape has left it."""
     folder, init = copy(), checkpoint.Checkpoints.__init__
